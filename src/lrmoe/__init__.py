@@ -1,0 +1,26 @@
+"""LRMoE: a schedulable backward pass for mixture-of-experts training."""
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.control import Recalibrator, attach
+from lrmoe.experts.meter import recording
+from lrmoe.experts.operator import routed_experts
+from lrmoe.layer import MoE
+from lrmoe.routing import Routing, TopKRouter
+
+__version__ = "0.1.0"
+__all__ = [
+    "LRMoEConfig",
+    "MoE",
+    "Recalibrator",
+    "Routing",
+    "TopKRouter",
+    "attach",
+    "recording",
+    "register",
+    "routed_experts",
+]
+
+
+def register() -> None:
+    """Makes ``experts_implementation="lrmoe"`` known to Transformers (which is imported by this call)."""
+    import lrmoe.hosts.transformers  # noqa: F401

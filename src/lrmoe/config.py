@@ -1,0 +1,102 @@
+"""What a user can set. Frozen, keyword-only, validated when built: a wrong value never reaches a kernel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+Selector = Literal["topq", "pps", "random", "auto"]
+Metric = Literal["lrm", "grad_norm", "abs_grad", "alpha_grad", "forward", "random"]
+Quota = Literal["expert", "level"]
+RouterGrad = Literal["exact", "sum_rule", "kept"]
+Save = Literal["preactivation", "input"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LRMoEConfig:
+    """How the backward of a mixture-of-experts layer is recalibrated.
+
+    Args:
+        drop: fraction of token-expert pairs the backward may leave out, in [0, 1). 0 is the exact backward.
+        selector: which pairs of an expert fill its quota. ``"pps"`` (default) samples in proportion to the
+            importance and reweights, so the gradient is unbiased; ``"topq"`` keeps the most important and is
+            biased (the paper's; safe only near zero loss); ``"random"`` samples uniformly and reweights;
+            ``"auto"`` takes ``topq`` for an expert whose sampling variance would be negligible, else ``pps``.
+        metric: the importance R. ``"lrm"`` is alpha^2 ||g||^2 ||phi||^2; the others exist for ablations.
+        quota: ``"expert"`` lets every expert keep the same share of its load; ``"level"`` takes all drops from
+            the most loaded experts.
+        router_grad: gradient of the routing weight of dropped pairs: ``"exact"`` (one more down-projection
+            dgrad for them), ``"sum_rule"`` (from the layer's output, nearly free) or ``"kept"`` (zero).
+        save: ``"preactivation"`` keeps every pair's up projection until the backward; ``"input"`` keeps only
+            the layer's input and reruns the up projection for the kept pairs.
+        error_budget: if set, an expert's quota is raised until the error of what is left out is at most this
+            fraction of the expert's total importance; ``drop`` then is an upper bound.
+        warmup_steps: optimizer steps at the start without any drop.
+        ramp_steps: steps after the warm-up over which the drop rises linearly to ``drop``.
+        final_dense_steps: optimizer steps at the end without any drop; needs ``total_steps``.
+        total_steps: length of the run in optimizer steps; the Trainer callback fills it in.
+        seed: of the keyed draws, in [0, 2^63).
+
+    Raises:
+        ValueError: naming the field, the value and what it may be.
+    """
+
+    drop: float = 0.2
+    selector: Selector = "pps"
+    metric: Metric = "lrm"
+    quota: Quota = "expert"
+    router_grad: RouterGrad = "sum_rule"
+    save: Save = "preactivation"
+    error_budget: float | None = None
+    warmup_steps: int = 0
+    ramp_steps: int = 0
+    final_dense_steps: int = 0
+    total_steps: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require_number("drop", self.drop)
+        if not 0.0 <= self.drop < 1.0:
+            raise ValueError(
+                f"drop={self.drop!r} must be in [0, 1): the fraction of pairs the backward may leave out; "
+                "use drop=0 for the exact backward"
+            )
+        for field, choices in (
+            ("selector", Selector),
+            ("metric", Metric),
+            ("quota", Quota),
+            ("router_grad", RouterGrad),
+            ("save", Save),
+        ):
+            value = getattr(self, field)
+            if value not in get_args(choices):
+                raise ValueError(f"{field}={value!r} is not known; choose one of {', '.join(get_args(choices))}")
+        if self.error_budget is not None:
+            _require_number("error_budget", self.error_budget)
+            if not 0.0 <= self.error_budget < math.inf:
+                raise ValueError(
+                    f"error_budget={self.error_budget!r} must be a finite number >= 0 (a fraction of the total "
+                    "importance, e.g. 0.025) or None"
+                )
+        for field in ("warmup_steps", "ramp_steps", "final_dense_steps"):
+            _require_count(field, getattr(self, field))
+        if self.total_steps is not None:
+            _require_count("total_steps", self.total_steps)
+        _require_count("seed", self.seed)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed={self.seed} must be below 2**63")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values; ``LRMoEConfig(**config.to_dict())`` gives the same config back."""
+        return asdict(self)
+
+
+def _require_number(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise ValueError(f"{field}={value!r} must be a number")
+
+
+def _require_count(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{field}={value!r} must be an integer >= 0")

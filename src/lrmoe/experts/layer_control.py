@@ -1,0 +1,78 @@
+"""What one MoE layer needs to know of the run around it: configuration, position in training, where to report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.experts.meter import Meter
+from lrmoe.recalibration.schedule import drop_at
+
+
+class Clock:
+    """Where training stands; shared by all layers of a model.
+
+    The position lives in small CPU tensors that are changed in place, so that a compiled forward sees a new step
+    as new data and not as a reason to recompile.
+
+    Attributes:
+        position_3: int64, (seed, step, microbatch); keys the draws.
+        drop: fp64 scalar, the drop in force at this step.
+    """
+
+    def __init__(self, config: LRMoEConfig, *, step: int = 0, microbatch: int = 0) -> None:
+        self.config = config
+        self.position_3 = torch.tensor([config.seed, step, microbatch], dtype=torch.int64, device="cpu")
+        self.drop = torch.tensor(drop_at(config, step), dtype=torch.float64, device="cpu")
+
+    @property
+    def step(self) -> int:
+        return int(self.position_3[1])
+
+    @property
+    def microbatch(self) -> int:
+        return int(self.position_3[2])
+
+    def move_to(self, *, step: int, microbatch: int = 0) -> None:
+        """Sets the optimizer step, and the microbatch in it, that the next forward belongs to."""
+        self.position_3.copy_(torch.tensor([self.config.seed, step, microbatch], dtype=torch.int64, device="cpu"))
+        self.drop.fill_(drop_at(self.config, step))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"config": self.config, "step": self.step, "microbatch": self.microbatch}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["config"], step=state["step"], microbatch=state["microbatch"])  # type: ignore[misc]
+
+
+class LayerControl:
+    """Handed to a layer's forward; moved on, through its clock, by the :class:`~lrmoe.control.Recalibrator`.
+
+    Attributes:
+        clock: the position in training, shared with the model's other layers.
+        meter: where the layer's backward passes report.
+        identity_2: int64 CPU, (layer index, meter handle).
+        token_mask_T: bool, which tokens of the running forward are real, or None for all.
+    """
+
+    def __init__(self, clock: Clock, *, layer: int = 0, name: str = "") -> None:
+        self.clock = clock
+        self.layer = layer
+        self.name = name
+        self.meter = Meter()
+        self.identity_2 = torch.tensor([layer, self.meter.handle], dtype=torch.int64, device="cpu")
+        self.token_mask_T: Tensor | None = None
+
+    @property
+    def config(self) -> LRMoEConfig:
+        return self.clock.config
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"clock": self.clock, "layer": self.layer, "name": self.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A copied or unpickled layer reports to a meter of its own.
+        self.__init__(state["clock"], layer=state["layer"], name=state["name"])  # type: ignore[misc]

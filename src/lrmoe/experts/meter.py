@@ -1,0 +1,150 @@
+"""What the backward passes of a layer did: running totals for metrics, and full records for inspection.
+
+Both are fed by the backward operator, which runs exactly once per forward that is trained on. Activation
+checkpointing replays forwards, never backwards, so nothing here is counted twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardCall:
+    """One backward of one layer. T tokens, K choices, E experts.
+
+    ``kept_TK`` bool; ``weight_TK`` fp32, 0 where dropped; ``importance_TK`` fp64, the metric R the selection used
+    (0 for masked pairs); ``quota_E`` and ``load_E`` int64. ``kept_TK.sum()`` exceeds ``quota_E.sum()`` only where an
+    expert had more non-finite scores than quota (they are always kept) or an error budget raised the quota.
+    """
+
+    step: int
+    layer: int
+    microbatch: int
+    kept_TK: Tensor
+    weight_TK: Tensor
+    importance_TK: Tensor
+    quota_E: Tensor
+    load_E: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackwardStats:
+    """Scalars of one backward, on the device they were computed on (no synchronisation).
+
+    ``load_E``, ``kept_E`` int64 pairs; ``importance_total``, ``importance_kept`` sums of R, fp64;
+    ``variance``: V*, the least variance any unbiased design with these quotas has, in units of R, fp64.
+    """
+
+    load_E: Tensor
+    kept_E: Tensor
+    importance_total: Tensor
+    importance_kept: Tensor
+    variance: Tensor
+
+
+class Meter:
+    """Totals of one layer since the last :meth:`reset`. Device-side; :meth:`read` synchronises once."""
+
+    _ids = itertools.count(1)
+    _all: weakref.WeakValueDictionary[int, Meter] = weakref.WeakValueDictionary()
+
+    def __init__(self) -> None:
+        self.handle = next(Meter._ids)
+        Meter._all[self.handle] = self
+        self.reset()
+
+    @classmethod
+    def find(cls, handle: int) -> Meter | None:
+        """The living meter with this handle (0 is nobody's)."""
+        return cls._all.get(handle)
+
+    def reset(self) -> None:
+        self.backwards = 0
+        self.forward_seconds = 0.0
+        self.backward_seconds = 0.0
+        self._sums: BackwardStats | None = None
+
+    def add(self, stats: BackwardStats) -> None:
+        self.backwards += 1
+        old = self._sums
+        self._sums = stats if old is None else BackwardStats(
+            load_E=old.load_E + stats.load_E,
+            kept_E=old.kept_E + stats.kept_E,
+            importance_total=old.importance_total + stats.importance_total,
+            importance_kept=old.importance_kept + stats.importance_kept,
+            variance=old.variance + stats.variance,
+        )
+
+    @property
+    def load_E(self) -> Tensor | None:
+        """Routed pairs per expert in the forwards trained on since the last reset; None before the first."""
+        return None if self._sums is None else self._sums.load_E
+
+    def read(self) -> dict[str, object] | None:
+        """Totals as plain numbers, or None if no backward ran: ``load`` and ``kept`` (lists, pairs per expert),
+        ``kept_share``, ``kept_importance_share``, ``variance_share`` (V*/sum R), ``load_max_over_mean``,
+        ``backwards``, ``forward_seconds``, ``backward_seconds`` (host clock; CPU tensors only)."""
+        if self._sums is None:
+            return None
+        s = self._sums
+        load, kept = s.load_E.tolist(), s.kept_E.tolist()
+        total, kept_r, variance = (float(v) for v in (s.importance_total, s.importance_kept, s.variance))
+        pairs = sum(load)
+        return {
+            "load": load,
+            "kept": kept,
+            "kept_share": sum(kept) / pairs if pairs else 1.0,
+            "kept_importance_share": kept_r / total if total else 1.0,
+            "variance_share": variance / total if total else 0.0,
+            "load_max_over_mean": max(load) * len(load) / pairs if pairs else 1.0,
+            "backwards": self.backwards,
+            "forward_seconds": self.forward_seconds,
+            "backward_seconds": self.backward_seconds,
+        }
+
+
+class Stopwatch:
+    """Adds the host time of a block to a meter; free when there is none. CPU only: a GPU returns before it is done."""
+
+    def __init__(self, meter: Meter | None, field: str, on_cpu: bool) -> None:
+        self._meter = meter if on_cpu else None
+        self._field = field
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        if self._meter is not None:
+            elapsed = time.perf_counter() - self._start
+            setattr(self._meter, self._field, getattr(self._meter, self._field) + elapsed)
+
+
+_recordings: list[list[BackwardCall]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[BackwardCall]]:
+    """Collects a :class:`BackwardCall` for every backward that runs inside the block, in the order they run."""
+    calls: list[BackwardCall] = []
+    _recordings.append(calls)
+    try:
+        yield calls
+    finally:
+        _recordings[:] = [other for other in _recordings if other is not calls]
+
+
+def is_recording() -> bool:
+    return bool(_recordings)
+
+
+def record(call: BackwardCall) -> None:
+    for calls in _recordings:
+        calls.append(call)
