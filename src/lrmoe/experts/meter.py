@@ -59,6 +59,7 @@ class Meter:
     def __init__(self) -> None:
         self.handle = next(Meter._ids)
         Meter._all[self.handle] = self
+        self._untaken_load_E: Tensor | None = None
         self.reset()
 
     @classmethod
@@ -74,6 +75,8 @@ class Meter:
 
     def add(self, stats: BackwardStats) -> None:
         self.backwards += 1
+        untaken_E = self._untaken_load_E
+        self._untaken_load_E = stats.load_E if untaken_E is None else untaken_E + stats.load_E
         old = self._sums
         self._sums = stats if old is None else BackwardStats(
             load_E=old.load_E + stats.load_E,
@@ -87,6 +90,15 @@ class Meter:
     def load_E(self) -> Tensor | None:
         """Routed pairs per expert in the forwards trained on since the last reset; None before the first."""
         return None if self._sums is None else self._sums.load_E
+
+    def take_load_E(self) -> Tensor | None:
+        """Routed pairs per expert, int64, in the forwards trained on since the last call; None if there were none.
+
+        A sum of its own, for the one consumer that balances the router: :meth:`reset` leaves it alone, so reading
+        metrics never hides loads from the selection bias.
+        """
+        load_E, self._untaken_load_E = self._untaken_load_E, None
+        return load_E
 
     def read(self) -> dict[str, object] | None:
         """Totals as plain numbers, or None if no backward ran: ``load`` and ``kept`` (lists, pairs per expert),

@@ -1,0 +1,310 @@
+"""A mixture-of-experts layer: router, routed experts with a recalibrated backward, optional shared expert.
+
+Shape suffixes: T tokens (all leading dimensions flattened), K choices per token, E experts, D model width,
+F expert width, S shared expert width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.experts import activations
+from lrmoe.experts.layer_control import Clock, LayerControl
+from lrmoe.experts.operator import controlled_experts
+from lrmoe.routing import Gate, TopKRouter, require_size, require_token_mask
+
+
+class MoE(nn.Module):
+    """Replaces a transformer's feed-forward block. Full forward; backward as ``config`` says.
+
+    Auxiliary losses need no collecting: the backward of the layer's output adds their gradient, times
+    :meth:`set_aux_loss_scale`'s factor, once per forward trained on. The loss you print does not include them.
+
+    Args:
+        dim: D, the width of a token.
+        expert_dim: F, the width of an expert.
+        num_experts: E.
+        top_k: K, experts per token.
+        config: the recalibration of the backward; default ``LRMoEConfig()``. :func:`lrmoe.attach` replaces it.
+        activation: of the gated experts, shared one included: ``"silu"`` (SwiGLU), ``"gelu"``, ``"gelu_tanh"``,
+            ``"relu"`` or ``"clamped_swiglu(alpha=..,limit=..)"``.
+        bias: give the experts biases.
+        shared_expert_dim: S, the width of an expert that every token visits, never recalibrated; None for none.
+        shared_expert_gate: multiply the shared expert's output by a learned sigmoid gate per token.
+        gate, normalize, scale, num_groups, top_groups, selection_bias, bias_update_rate, balance_loss_weight,
+            z_loss_weight: of the :class:`TopKRouter`.
+        device, dtype: of the parameters.
+
+    Attributes:
+        router: the :class:`TopKRouter`.
+        experts: holds ``gate_up_proj (E, 2F, D)``, gate rows first, ``down_proj (E, D, F)`` and, with ``bias``,
+            ``gate_up_bias (E, 2F)`` and ``down_bias (E, D)``.
+        control: position in training and meter of this layer.
+
+    Raises:
+        ValueError: naming the argument, its value and what it may be.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        expert_dim: int,
+        num_experts: int,
+        top_k: int,
+        config: LRMoEConfig | None = None,
+        activation: str = "silu",
+        bias: bool = False,
+        shared_expert_dim: int | None = None,
+        shared_expert_gate: bool = False,
+        gate: Gate = "softmax",
+        normalize: bool = True,
+        scale: float = 1.0,
+        num_groups: int | None = None,
+        top_groups: int | None = None,
+        selection_bias: bool = False,
+        bias_update_rate: float = 1e-3,
+        balance_loss_weight: float = 0.0,
+        z_loss_weight: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require_size("expert_dim", expert_dim)
+        if shared_expert_dim is not None:
+            require_size("shared_expert_dim", shared_expert_dim)
+        elif shared_expert_gate:
+            raise ValueError("shared_expert_gate=True needs a shared expert; set shared_expert_dim")
+        if activations.get(activation).interleaved:
+            raise ValueError(
+                f"activation={activation!r}: this layer's gate rows come first; drop '|interleaved', which is for "
+                "routed_experts on weights of that layout"
+            )
+        self.router = TopKRouter(
+            dim=dim,
+            num_experts=num_experts,
+            top_k=top_k,
+            gate=gate,
+            normalize=normalize,
+            scale=scale,
+            num_groups=num_groups,
+            top_groups=top_groups,
+            selection_bias=selection_bias,
+            bias_update_rate=bias_update_rate,
+            balance_loss_weight=balance_loss_weight,
+            z_loss_weight=z_loss_weight,
+            device=device,
+            dtype=dtype,
+        )
+        self.experts = _Experts(num_experts, dim, expert_dim, bias=bias, device=device, dtype=dtype)
+        self.shared_expert: _SharedExpert | None = None
+        self.shared_expert_gate: nn.Linear | None = None
+        if shared_expert_dim is not None:
+            self.shared_expert = _SharedExpert(dim, shared_expert_dim, activation, device=device, dtype=dtype)
+            if shared_expert_gate:
+                self.shared_expert_gate = nn.Linear(dim, 1, bias=False, device=device, dtype=dtype)
+        self.dim = dim
+        self.expert_dim = expert_dim
+        self.num_experts = num_experts
+        self.top_k = top_k
+        self.activation = activation
+        self.control = self._own_control = LayerControl(Clock(config or LRMoEConfig()))
+        # A tensor changed in place: a compiled layer sees a new scale as data. Not a buffer: neither cast nor saved.
+        self._aux_loss_scale = torch.ones((), dtype=torch.float64, device="cpu")
+
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """Every token through its experts.
+
+        Args:
+            x: (..., D), any floating dtype.
+            token_mask: bool of shape x.shape[:-1], True for real tokens. All tokens get an output; those that are
+                not real count neither in loads nor in auxiliary losses, and displace nothing in the backward. By
+                default all are real, or, under :func:`lrmoe.attach` in training, those of the model's own
+                ``attention_mask`` argument where it fits.
+
+        Returns:
+            (..., D), in the dtype of x.
+
+        Raises:
+            ValueError: if a shape or dtype does not fit.
+        """
+        if x.dim() < 1 or x.shape[-1] != self.dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}; its last dimension must be dim={self.dim}")
+        if not x.is_floating_point():
+            raise ValueError(f"x has dtype {x.dtype}; it must be a floating dtype")
+        if token_mask is not None:
+            require_token_mask(token_mask, x.shape[:-1])
+        x_TD = x.reshape(-1, self.dim)
+        token_mask_T = self._models_mask(x_TD.shape[0]) if token_mask is None else token_mask.reshape(-1)
+        routing = self.router(x_TD, token_mask_T)
+        out_TD = controlled_experts(
+            x_TD,
+            routing.topk_ids_TK,
+            routing.topk_weights_TK,
+            self.experts.gate_up_proj,
+            self.experts.down_proj,
+            control=self.control,
+            activation=self.activation,
+            gate_up_bias=self.experts.gate_up_bias,
+            down_bias=self.experts.down_bias,
+            token_mask_T=token_mask_T,
+        )
+        if self.shared_expert is not None:
+            shared_TD = self.shared_expert(x_TD)
+            if self.shared_expert_gate is not None:
+                shared_TD = shared_TD * torch.sigmoid(self.shared_expert_gate(x_TD))
+            out_TD = out_TD + shared_TD
+        out_TD = out_TD.to(x.dtype)
+        if routing.aux_loss is not None and routing.aux_loss.requires_grad:
+            out_TD = _carry_aux_loss(out_TD, routing.aux_loss * self._aux_loss_scale)
+        return out_TD.reshape(x.shape)
+
+    def step(self) -> None:
+        """Call once after each optimizer step where no recalibrator is attached: moves this layer's schedule and
+        draws on, and updates the selection bias if there is one.
+
+        Raises:
+            RuntimeError: if the layer is attached; then ``Recalibrator.step()`` does this for all layers.
+        """
+        if self.control is not self._own_control:
+            raise RuntimeError("this layer is attached to a recalibrator; call the recalibrator's step() instead")
+        self.update_selection_bias()
+        self.control.clock.move_to(step=self.control.clock.step + 1)
+
+    def update_selection_bias(self) -> None:
+        """Updates the router's selection bias from the loads of all forwards trained on since the last update.
+
+        ``step`` does it; call it only to update at other times. Loads are counted when a backward runs, so neither
+        evaluation nor the recomputation of activation checkpointing is counted. Does nothing without a selection
+        bias, or where no backward ran.
+        """
+        if self.router.selection_bias is None:
+            return
+        load_E = self.control.meter.take_load_E()
+        if load_E is not None:
+            self.router.update_selection_bias(load_E)
+
+    def set_aux_loss_scale(self, scale: float | Tensor) -> None:
+        """The factor on the auxiliary losses' gradient, 1 at first: what you multiply the loss by before backward.
+
+        That is ``1 / n`` where n microbatches accumulate into one step, times ``scaler.get_scale()`` under a
+        gradient scaler. Set it before the forward; changing it between a forward and its backward is an error that
+        autograd reports.
+
+        Raises:
+            ValueError: if it is negative or not finite.
+        """
+        value = float(scale)
+        if not math.isfinite(value) or value < 0:
+            raise ValueError(f"scale={value!r} must be a finite number >= 0")
+        self._aux_loss_scale.fill_(value)
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters anew from torch's generator; the selection bias becomes 0."""
+        for part in (self.router, self.experts, self.shared_expert, self.shared_expert_gate):
+            if part is not None:
+                part.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation}, drop={self.control.config.drop}, selector={self.control.config.selector}"
+
+    def _models_mask(self, num_tokens: int) -> Tensor | None:
+        """The padding mask that the recalibrator read off the model's arguments, while it belongs to this forward."""
+        mask_T = self.control.token_mask_T
+        if mask_T is None or not (self.training and torch.is_grad_enabled()) or mask_T.shape[0] != num_tokens:
+            return None
+        return mask_T
+
+
+class _Experts(nn.Module):
+    """The stacked weights of E gated experts."""
+
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        dim: int,
+        expert_dim: int,
+        *,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+
+        self.gate_up_proj = parameter(2 * expert_dim, dim)
+        self.down_proj = parameter(dim, expert_dim)
+        self.register_parameter("gate_up_bias", parameter(2 * expert_dim) if bias else None)
+        self.register_parameter("down_bias", parameter(dim) if bias else None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each expert as a pair of ``nn.Linear``: uniform in +-1/sqrt(fan in)."""
+        for weight, bias in ((self.gate_up_proj, self.gate_up_bias), (self.down_proj, self.down_bias)):
+            bound = 1.0 / math.sqrt(weight.shape[-1])
+            nn.init.uniform_(weight, -bound, bound)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound)
+
+    def extra_repr(self) -> str:
+        num_experts, dim, expert_dim = self.down_proj.shape
+        return f"num_experts={num_experts}, dim={dim}, expert_dim={expert_dim}, bias={self.down_bias is not None}"
+
+
+class _SharedExpert(nn.Module):
+    """A dense gated expert with an ordinary backward."""
+
+    def __init__(
+        self,
+        dim: int,
+        expert_dim: int,
+        activation: str,
+        *,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(dim, 2 * expert_dim, bias=False, device=device, dtype=dtype)
+        self.down_proj = nn.Linear(expert_dim, dim, bias=False, device=device, dtype=dtype)
+        self._activation = activation
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        activation = activations.get(self._activation)
+        out_TD: Tensor = self.down_proj(activation.forward(*activation.split(self.gate_up_proj(x_TD))))
+        return out_TD
+
+    def reset_parameters(self) -> None:
+        self.gate_up_proj.reset_parameters()
+        self.down_proj.reset_parameters()
+
+
+class _CarryAuxLoss(torch.autograd.Function):
+    """Identity on the layer's output; its backward also starts the gradient of the auxiliary loss, with 1.
+
+    This way the loss arrives once per backward wherever the layer sits: activation checkpointing replays forwards,
+    and nothing has to be kept on the module between forward and backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out_TD: Tensor, aux_loss: Tensor) -> Tensor:
+        ctx.aux_dtype, ctx.aux_device = aux_loss.dtype, aux_loss.device
+        return out_TD.view_as(out_TD)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
+        return grad_TD, torch.ones((), dtype=ctx.aux_dtype, device=ctx.aux_device)
+
+
+def _carry_aux_loss(out_TD: Tensor, aux_loss: Tensor) -> Tensor:
+    carried_TD: Tensor = _CarryAuxLoss.apply(out_TD, aux_loss)  # type: ignore[no-untyped-call]
+    return carried_TD
