@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,6 +16,7 @@ from torch import nn
 from lrmoe.config import LRMoEConfig
 from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.layer import MoE
+from lrmoe.recalibration.schedule import drop_at
 
 
 class Host(Protocol):
@@ -23,7 +26,8 @@ class Host(Protocol):
         """The expert modules this host can recalibrate, by name. Raises ValueError for one it knows and cannot."""
 
     def bind(self, model: nn.Module, controls: dict[str, LayerControl]) -> Callable[[], None]:
-        """Hands each named module its control and switches it to LRMoE's experts; returns the way back."""
+        """Hands each named module its control and switches it to LRMoE's experts; returns the way back, which must
+        be picklable and follow a copied model, like everything that hangs on a model."""
 
 
 class _OwnLayers:
@@ -33,16 +37,20 @@ class _OwnLayers:
         return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
     def bind(self, model: nn.Module, controls: dict[str, LayerControl]) -> Callable[[], None]:
-        layers = {name: model.get_submodule(name) for name in controls}
-        before = {name: layer.control for name, layer in layers.items() if isinstance(layer, MoE)}
-        for name, layer in layers.items():
-            layer.control = controls[name]
-
-        def undo() -> None:
-            for name, layer in layers.items():
-                layer.control = before[name]
-
+        layers = [layer for name in controls if isinstance(layer := model.get_submodule(name), MoE)]
+        undo = _RestoreControls([(layer, layer.control) for layer in layers])
+        for layer, control in zip(layers, controls.values(), strict=True):
+            layer.control = control
         return undo
+
+
+class _RestoreControls:
+    def __init__(self, before: list[tuple[MoE, LayerControl]]) -> None:
+        self._before = before
+
+    def __call__(self) -> None:
+        for layer, control in self._before:
+            layer.control = control
 
 
 # Adapters are imported only when the library they adapt is already in use.
@@ -73,8 +81,10 @@ def attach(
             if a recalibrator is already attached.
     """
     config = LRMoEConfig() if config is None else config
-    if getattr(model, "_lrmoe_recalibrator", None) is not None:
-        raise ValueError("this model already has a recalibrator; call its detach() before attaching another")
+    for name, module in model.named_modules():
+        if vars(module).get("_lrmoe_recalibrator") is not None:
+            part = f"its part {name}" if name else "this model"
+            raise ValueError(f"{part} already has a recalibrator; call its detach() before attaching another")
     return Recalibrator(model, config, optimizer)
 
 
@@ -84,9 +94,11 @@ class Recalibrator:
     The microbatch within a step is counted by the model's own forward calls (training mode, gradients enabled);
     activation checkpointing does not call the model again, so a recompute draws what its forward drew.
 
+    A copy of the model (deepcopy, pickle) carries a recalibrator of its own.
+
     Attributes:
-        config: the configuration in force.
         layers: the control of every attached layer, by module name, in model order.
+        steps_with_optimizer: whether an optimizer's steps move it on, so that nobody else needs to.
     """
 
     def __init__(self, model: nn.Module, config: LRMoEConfig, optimizer: torch.optim.Optimizer | None) -> None:
@@ -96,43 +108,72 @@ class Recalibrator:
             raise ValueError(_nothing_found(model))
         order = {name: position for position, (name, _) in enumerate(model.named_modules())}
         names.sort(key=order.__getitem__)
-        self.clock = Clock(config, microbatch=-1)
+        self._config = config
+        # Until the length of the run is known, which training waits for, the schedule cannot place its dense tail.
+        known = config if config.total_steps is not None else replace(config, final_dense_steps=0)
+        self.clock = Clock(known, microbatch=-1)
         self.layers = {name: LayerControl(self.clock, layer=i, name=name) for i, name in enumerate(names)}
+        self.steps_with_optimizer = optimizer is not None
+        self._last_drop: float | None = None
+        self._warned = False
         self._model = model
-        self._undo = [host.bind(model, {name: self.layers[name] for name in layers}) for host, layers in found if layers]
+        self._undo = [
+            host.bind(model, {name: self.layers[name] for name in layers}) for host, layers in found if layers
+        ]
+        self._mask_place = _place_of_mask(model)
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
         if optimizer is not None:
-            self._handles.append(optimizer.register_step_post_hook(lambda *_: self.step()))
+            self._handles.append(optimizer.register_step_post_hook(self._after_optimizer_step))
+        # Past nn.Module's own bookkeeping: neither a submodule nor part of the state dict.
         object.__setattr__(model, "_lrmoe_recalibrator", self)
 
     @property
     def config(self) -> LRMoEConfig:
-        return self.clock.config
+        """The configuration :func:`attach` was given, with the length of the run once that is known."""
+        return self._config if self.clock.config.total_steps is None else self.clock.config
 
     def set_total_steps(self, total_steps: int) -> None:
-        """Tells the schedule how long the run is; needed for ``final_dense_steps``. Keeps a length already set."""
-        if self.config.total_steps is None:
-            self.clock.config = replace(self.config, total_steps=total_steps)
+        """Tells the schedule how long the run is; needed for ``final_dense_steps``. A length that the config gave
+        stays."""
+        if self._config.total_steps is None:
+            self.clock.config = replace(self._config, total_steps=total_steps)
             self.clock.move_to(step=self.clock.step, microbatch=self.clock.microbatch)
+
+    def set_step(self, step: int) -> None:
+        """Says how many optimizer steps lie behind; the next forward is the first microbatch after them."""
+        self._last_drop = None
+        self.clock.move_to(step=step, microbatch=-1)
 
     def step(self) -> None:
         """Call once after each optimizer step: moves the schedule and the draws on, and lets each
         :class:`lrmoe.MoE` router with a selection bias update it from the loads of the step."""
+        if self.clock.microbatch < 0 and not self._warned and any(c.meter.backwards for c in self.layers.values()):
+            self._warned = True
+            warnings.warn(
+                f"layers were trained without a call of the {type(self._model).__name__} that attach() was given, so the "
+                "microbatches of a step share one draw and padding masks are not seen; attach to the module that you "
+                "call (with adapters: to the adapted model)",
+                UserWarning,
+                stacklevel=2,
+            )
         for name in self.layers:
             layer = self._model.get_submodule(name)
             if isinstance(layer, MoE):
                 layer.update_selection_bias()
+        self._last_drop = float(self.clock.drop)
         self.clock.move_to(step=self.clock.step + 1, microbatch=-1)
 
     def metrics(self, *, reset: bool = True) -> dict[str, Any]:
-        """What the backward passes did since the last call: ``step``, ``drop``, ``kept_share`` and
-        ``kept_importance_share`` (means over layers), ``variance_share``, ``load_max_over_mean``, ``forward_seconds``
-        and ``backward_seconds`` (sums), and ``layers``: for each name what :meth:`Meter.read` gives.
+        """What the backward passes did since the last call: ``kept_share``, ``kept_importance_share``,
+        ``variance_share`` and ``load_max_over_mean`` (means over layers), ``forward_seconds`` and ``backward_seconds``
+        (sums), and ``layers``: for each name what :meth:`Meter.read` gives. Also ``step``, the optimizer steps done,
+        and ``drop``, as scheduled for the last of them.
 
         Synchronises with the device once; call it when you log. Layers that ran no backward are left out.
         """
         layers = {name: read for name, control in self.layers.items() if (read := control.meter.read()) is not None}
-        summary: dict[str, Any] = {"step": self.clock.step, "drop": float(self.clock.drop)}
+        drop = float(self.clock.drop) if self._last_drop is None else self._last_drop
+        summary: dict[str, Any] = {"step": self.clock.step, "drop": drop}
         for key in ("kept_share", "kept_importance_share", "variance_share", "load_max_over_mean"):
             if layers:
                 summary[key] = sum(layer[key] for layer in layers.values()) / len(layers)
@@ -146,7 +187,7 @@ class Recalibrator:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON-able values: the position in training and the configuration it belongs to."""
-        return {"step": self.clock.step, "config": self.config.to_dict(), "layers": list(self.layers)}
+        return {"step": self.clock.step, "config": self.config.to_dict(), "layers": _unwrapped(self.layers)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from :meth:`state_dict`. Call between steps.
@@ -157,17 +198,17 @@ class Recalibrator:
         missing = {"step", "config", "layers"} - set(state)
         if missing:
             raise ValueError(f"this is not a recalibrator's state: {', '.join(sorted(missing))} missing")
-        if list(state["layers"]) != list(self.layers):
+        if list(state["layers"]) != _unwrapped(self.layers):
             raise ValueError(
-                f"the state is of layers {state['layers']}, this model has {list(self.layers)}; load it into the model "
-                "it was saved from"
+                f"the state is of layers {state['layers']}, this model has {_unwrapped(self.layers)}; load it into the "
+                "model it was saved from"
             )
         if state["config"].get("seed") != self.config.seed:
             raise ValueError(
                 f"the state was saved with seed={state['config'].get('seed')}, this recalibrator has "
                 f"seed={self.config.seed}; attach with the saved seed to continue its draws"
             )
-        self.clock.move_to(step=int(state["step"]), microbatch=-1)
+        self.set_step(int(state["step"]))
 
     def detach(self) -> None:
         """Gives the model back as it was before :func:`attach`."""
@@ -178,20 +219,34 @@ class Recalibrator:
             self._undo.pop()()
         object.__setattr__(self._model, "_lrmoe_recalibrator", None)
 
+    def _after_optimizer_step(self, *_: Any) -> None:
+        self.step()
+
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (model.training and torch.is_grad_enabled()):
             return
+        if self._config.final_dense_steps and self.clock.config.total_steps is None:
+            drop_at(self._config, self.clock.step)  # Raises, saying what is missing.
         self.clock.position_3[2].add_(1)
         if self.config.drop == 0.0:
             return
-        mask = _padding_mask(args, kwargs)
+        mask = _padding_mask(args, kwargs, self._mask_place)
         for control in self.layers.values():
             control.token_mask_T = mask
 
 
-def _padding_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+def _place_of_mask(model: nn.Module) -> int | None:
+    """Where ``attention_mask`` stands among the positional arguments of the model's forward."""
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    return names.index("attention_mask") if "attention_mask" in names else None
+
+
+def _padding_mask(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | None) -> torch.Tensor | None:
     """The (B*S,) mask of real tokens from a (B, S) ``attention_mask`` that matches the tokens of this call."""
     mask = kwargs.get("attention_mask")
+    if mask is None and place is not None and place < len(args):
+        mask = args[place]
     tokens = kwargs.get("input_ids")
     tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
     tokens = args[0] if tokens is None and args else tokens
@@ -200,6 +255,14 @@ def _padding_mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor
     if mask.dim() != 2 or mask.shape != tokens.shape[:2]:
         return None
     return mask.bool().reshape(-1)
+
+
+# What wrappers put in front of a module's name; a run may be resumed with or without them.
+_WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+
+
+def _unwrapped(names: Iterable[str]) -> list[str]:
+    return [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names]
 
 
 def _nothing_found(model: nn.Module) -> str:

@@ -78,12 +78,16 @@ class Meter:
         untaken_E = self._untaken_load_E
         self._untaken_load_E = stats.load_E if untaken_E is None else untaken_E + stats.load_E
         old = self._sums
-        self._sums = stats if old is None else BackwardStats(
-            load_E=old.load_E + stats.load_E,
-            kept_E=old.kept_E + stats.kept_E,
-            importance_total=old.importance_total + stats.importance_total,
-            importance_kept=old.importance_kept + stats.importance_kept,
-            variance=old.variance + stats.variance,
+        self._sums = (
+            stats
+            if old is None
+            else BackwardStats(
+                load_E=old.load_E + stats.load_E,
+                kept_E=old.kept_E + stats.kept_E,
+                importance_total=old.importance_total + stats.importance_total,
+                importance_kept=old.importance_kept + stats.importance_kept,
+                variance=old.variance + stats.variance,
+            )
         )
 
     @property

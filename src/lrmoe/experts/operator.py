@@ -1,11 +1,30 @@
-"""routed_experts: full forward, recalibrated backward (under construction)."""
+"""routed_experts: full forward, recalibrated backward, as two custom operators that torch.compile sees as opaque.
+
+T tokens, K choices, N = T*K pairs (rows once sorted by expert), M kept rows, E experts, D model width, F expert width.
+
+The forward computes every pair. It saves the layer's input, the routing weights, the squared norms of phi (the down
+projection's input) and, with save="preactivation", the up projection; never the gathered input, phi or the experts'
+output. The backward scores all pairs from scalars, selects, gathers the kept rows, and runs every GEMM on those alone.
+"""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import torch
 from torch import Tensor
 
-from lrmoe.config import LRMoEConfig
+from lrmoe.config import LRMoEConfig, Metric, Quota, RouterGrad, Save, Selector
+from lrmoe.experts import activations
+from lrmoe.experts.backward import Needs, Recipe, Saved, backward_pass
 from lrmoe.experts.layer_control import Clock, LayerControl
+from lrmoe.experts.meter import Meter, Stopwatch
+from lrmoe.experts.validation import check_arguments, check_ids, check_same_routing
+from lrmoe.ops.glu import glu_forward
+from lrmoe.ops.grouped_mm import add_group_rows, grouped_mm
+from lrmoe.ops.permute import count_per_expert, sort_by_expert, weighted_combine
+from lrmoe.recalibration import draws
+from lrmoe.recalibration.quota import quotas
 
 
 def routed_experts(
@@ -24,10 +43,47 @@ def routed_experts(
     layer: int = 0,
     microbatch: int = 0,
 ) -> Tensor:
-    control = LayerControl(Clock(config or LRMoEConfig(), step=step, microbatch=microbatch), layer=layer)
+    """Runs each token through its chosen experts; the backward computes only the pairs its quotas keep.
+
+    The output is exact whatever the configuration. In the backward a kept pair's gradient is multiplied by its
+    selection weight everywhere except in the routing weights' gradient; a dropped pair adds nothing to the gradients
+    of weights, biases and input, and to the routing weights' gradient what ``config.router_grad`` says.
+
+    Args:
+        x_TD: tokens, floating point.
+        topk_ids_TK: int32 or int64 expert of each pair in [0, E), or -1 for a pair without an expert.
+        topk_weights_TK: routing weights alpha, floating point; applied to the experts' output.
+        gate_up_proj: (E, 2F, D), gate rows first (or as ``activation`` says); may be a transposed view.
+        down_proj: (E, D, F); may be a transposed view.
+        config: default :class:`LRMoEConfig()`.
+        activation: see :mod:`lrmoe.experts.activations`.
+        gate_up_bias: (E, 2F) or None.
+        down_bias: (E, D) or None.
+        token_mask_T: bool, False for padding: computed in the forward, not counted in loads and quotas, and without
+            any gradient.
+        step, layer, microbatch: key the draws, together with ``config.seed``; ``step`` also drives the schedule.
+
+    Returns:
+        (T, D) in the dtype of ``x_TD``. The products run in autocast's dtype where it is on, else in the dtype of
+        ``gate_up_proj``; scores, norms and the routing weights' gradient in fp32 or better. Gradients come in the
+        dtype of what they belong to; weights that kept no pair get exact zeros.
+
+    Raises:
+        ValueError: naming the argument, its value and the mend, for shapes that do not fit and ids out of range.
+    """
+    config = LRMoEConfig() if config is None else config
+    control = LayerControl(Clock(config, step=step, microbatch=microbatch), layer=layer)
     return controlled_experts(
-        x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, control=control, activation=activation,
-        gate_up_bias=gate_up_bias, down_bias=down_bias, token_mask_T=token_mask_T,
+        x_TD,
+        topk_ids_TK,
+        topk_weights_TK,
+        gate_up_proj,
+        down_proj,
+        control=control,
+        activation=activation,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        token_mask_T=token_mask_T,
     )
 
 
@@ -44,5 +100,228 @@ def controlled_experts(
     down_bias: Tensor | None = None,
     token_mask_T: Tensor | None = None,
 ) -> Tensor:
-    """What layers and hosts call: :func:`routed_experts` at the position and with the meter of ``control``."""
-    raise NotImplementedError
+    """What layers and hosts call: :func:`routed_experts` at the position and with the meter of ``control``.
+
+    A mask given here is used as it is; without one, that of ``control`` applies.
+    """
+    token_mask_T = control.token_mask_T if token_mask_T is None else token_mask_T
+    check_arguments(x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T)
+    device = x_TD.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else gate_up_proj.dtype
+    config = control.config
+    trainable = (x_TD, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias)
+    out_TD = torch.ops.lrmoe.routed_experts(
+        x_TD.to(dtype),
+        topk_ids_TK.to(torch.int64),
+        topk_weights_TK.to(torch.promote_types(dtype, torch.float32)),
+        gate_up_proj.to(dtype),
+        down_proj.to(dtype),
+        None if gate_up_bias is None else gate_up_bias.to(dtype),
+        None if down_bias is None else down_bias.to(dtype),
+        token_mask_T,
+        control.clock.position_3,
+        control.identity_2,
+        control.clock.drop,
+        activation,
+        config.selector,
+        config.metric,
+        config.quota,
+        config.router_grad,
+        config.save,
+        config.error_budget,
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trainable),
+    )[0]
+    return out_TD.to(x_TD.dtype)
+
+
+@torch.library.custom_op("lrmoe::routed_experts", mutates_args=())
+def _forward(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    alpha_TK: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    token_mask_T: Tensor | None,
+    position_3: Tensor,
+    identity_2: Tensor,
+    drop: Tensor,
+    activation: str,
+    selector: str,
+    metric: str,
+    quota: str,
+    router_grad: str,
+    save: str,
+    error_budget: float | None,
+    train: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint); the last eight are for the
+    backward and, where it cannot come (``train`` false), empty."""
+    check_ids(ids_TK, gate_up_proj.shape[0])
+    num_experts, (num_tokens, top_k) = gate_up_proj.shape[0], ids_TK.shape
+    key_5 = torch.cat([position_3, identity_2])
+    on_cpu = x_TD.device.type == "cpu"
+    with Stopwatch(Meter.find(int(key_5[4])) if train else None, "forward_seconds", on_cpu):
+        pair_N, count_E = sort_by_expert(ids_TK.reshape(-1), num_experts)
+        offs_E = count_E.cumsum(0).to(torch.int32)
+        # On a GPU the number of live rows is not known without waiting; rows past it are then computed, never used.
+        live = int(offs_E[-1]) if on_cpu else pair_N.numel()
+        h_N2F = grouped_mm(x_TD.index_select(0, pair_N // top_k), gate_up_proj.transpose(1, 2), offs_E)
+        if gate_up_bias is not None:
+            add_group_rows(h_N2F, gate_up_bias, offs_E)
+        phi_NF, phi_sq_N = glu_forward(h_N2F, activations.get(activation), live=live, norms=train)
+        h_N2F = h_N2F if train and save == "preactivation" else h_N2F.new_empty(0, h_N2F.shape[1])
+        y_ND = grouped_mm(phi_NF, down_proj.transpose(1, 2), offs_E)
+        del phi_NF
+        if down_bias is not None:
+            add_group_rows(y_ND, down_bias, offs_E)
+        out_TD = weighted_combine(y_ND, alpha_TK, pair_N, offs_E[-1])
+        real_ids_TK = ids_TK if token_mask_T is None else torch.where(token_mask_T.unsqueeze(-1), ids_TK, -1)
+        load_E = count_per_expert(real_ids_TK.reshape(-1), num_experts)
+        quota_E = quotas(cast(Quota, quota), load_E, float(drop))
+        place_N = torch.arange(ids_TK.numel(), device=x_TD.device)
+        fingerprint = draws.mix(ids_TK.reshape(-1) * ids_TK.numel() + place_N).sum()
+    return out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint
+
+
+@_forward.register_fake
+def _(x_TD: Tensor, ids_TK: Tensor, alpha_TK: Tensor, gate_up_proj: Tensor, *args: Any) -> tuple[Tensor, ...]:
+    save, train = args[12], args[14]
+    num_pairs, num_experts = ids_TK.numel(), gate_up_proj.shape[0]
+
+    def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+        return x_TD.new_empty(shape, dtype=dtype)
+
+    return (
+        torch.empty_like(x_TD, memory_format=torch.contiguous_format),
+        x_TD.new_empty(num_pairs if train and save == "preactivation" else 0, gate_up_proj.shape[1]),
+        x_TD.new_empty(num_pairs if train else 0, dtype=alpha_TK.dtype),
+        ints(num_pairs),
+        ints(num_experts, dtype=torch.int32),
+        ints(num_experts),
+        ints(num_experts),
+        torch.empty(5, dtype=torch.int64, device="cpu"),
+        ints(),
+    )
+
+
+@torch.library.custom_op("lrmoe::routed_experts_backward", mutates_args=())
+def _backward(
+    grad_TD: Tensor,
+    x_TD: Tensor,
+    out_TD: Tensor,
+    alpha_TK: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    token_mask_T: Tensor | None,
+    h_N2F: Tensor,
+    phi_sq_N: Tensor,
+    pair_N: Tensor,
+    offs_E: Tensor,
+    load_E: Tensor,
+    quota_E: Tensor,
+    key_5: Tensor,
+    fingerprint: Tensor,
+    forward_fingerprint: Tensor,
+    activation: str,
+    selector: str,
+    metric: str,
+    router_grad: str,
+    save: str,
+    error_budget: float | None,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of (x, alpha, gate_up_proj, down_proj, gate_up_bias, down_bias), empty where ``needs`` is false."""
+    check_same_routing(fingerprint, forward_fingerprint)
+    seed, step, layer, microbatch, handle = key_5.tolist()
+    saved = Saved(
+        x_TD=x_TD,
+        out_TD=out_TD,
+        alpha_TK=alpha_TK,
+        gate_up_proj=gate_up_proj,
+        down_proj=down_proj,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+        token_mask_T=token_mask_T,
+        h_N2F=h_N2F,
+        phi_sq_N=phi_sq_N,
+        pair_N=pair_N,
+        offs_E=offs_E,
+        load_E=load_E,
+        quota_E=quota_E,
+        position=(seed, step, layer, max(microbatch, 0)),
+    )
+    # The operator's schema knows strings; LRMoEConfig has checked them.
+    recipe = Recipe(
+        activation=activation,
+        selector=cast(Selector, selector),
+        metric=cast(Metric, metric),
+        router_grad=cast(RouterGrad, router_grad),
+        save=cast(Save, save),
+        error_budget=error_budget,
+    )
+    wanted = Needs(**dict(zip(_DIFFERENTIABLE, needs, strict=True)))
+    meter = Meter.find(handle)
+    with Stopwatch(meter, "backward_seconds", x_TD.device.type == "cpu"):
+        gradients = backward_pass(grad_TD, saved, recipe, wanted, meter)
+    dx, dalpha, dgate_up, ddown, dgate_up_bias, ddown_bias = (
+        x_TD.new_empty(0) if gradient is None else gradient for gradient in gradients
+    )
+    return dx, dalpha, dgate_up, ddown, dgate_up_bias, ddown_bias
+
+
+@_backward.register_fake
+def _(
+    grad_TD: Tensor,
+    x_TD: Tensor,
+    out_TD: Tensor,
+    alpha_TK: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    *rest: Any,
+) -> tuple[Tensor, ...]:
+    needs: list[bool] = rest[-1]
+    inputs = (x_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias)
+    return tuple(
+        tensor.new_empty(tensor.shape) if tensor is not None and needed else x_TD.new_empty(0)
+        for tensor, needed in zip(inputs, needs, strict=True)
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x_TD, _, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T = inputs[:8]
+    activation, selector, metric, _, router_grad, save, error_budget, _ = inputs[11:]
+    out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint = output
+    # Of the output only the sum rule has a use.
+    out_TD = out_TD if router_grad == "sum_rule" else x_TD.new_empty(0)
+    ctx.save_for_backward(
+        x_TD, out_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
+        h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint,
+    )  # fmt: skip
+    ctx.recipe = (activation, selector, metric, router_grad, save, error_budget)
+    # Eight bytes that no checkpoint recomputes: they tell whether a recompute routed as its forward did.
+    ctx.forward_fingerprint = fingerprint
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _differentiate(ctx: Any, grad_TD: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    needed = [ctx.needs_input_grad[position] for position in _DIFFERENTIABLE.values()]
+    gradients = torch.ops.lrmoe.routed_experts_backward(
+        grad_TD, *ctx.saved_tensors, ctx.forward_fingerprint, *ctx.recipe, needed
+    )
+    result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+    for position, need, gradient in zip(_DIFFERENTIABLE.values(), needed, gradients, strict=True):
+        result[position] = gradient if need else None
+    return tuple(result)
+
+
+# The differentiable inputs of the forward operator and their places in its signature.
+_DIFFERENTIABLE = {"x": 0, "alpha": 2, "gate_up_proj": 3, "down_proj": 4, "gate_up_bias": 5, "down_bias": 6}
+
+torch.library.register_autograd("lrmoe::routed_experts", _differentiate, setup_context=_setup_context)

@@ -1,0 +1,99 @@
+"""What a caller may get wrong, said before anything is computed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_arguments(
+    x_TD: Tensor,
+    topk_ids_TK: Tensor,
+    topk_weights_TK: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    token_mask_T: Tensor | None,
+) -> None:
+    """Shapes and kinds of the arguments of :func:`lrmoe.routed_experts`; looks at no values."""
+    if x_TD.dim() != 2:
+        raise ValueError(f"x_TD must be (tokens, width), got shape {_shape(x_TD)}; flatten batch and sequence first")
+    num_tokens, dim = x_TD.shape
+    if topk_ids_TK.dim() != 2 or topk_ids_TK.shape[0] != num_tokens:
+        raise ValueError(f"topk_ids_TK must be ({num_tokens}, K), got shape {_shape(topk_ids_TK)}")
+    if topk_ids_TK.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"topk_ids_TK must be int64 or int32 expert ids, got {topk_ids_TK.dtype}")
+    _expect("topk_weights_TK", topk_weights_TK, topk_ids_TK.shape, "the shape of topk_ids_TK")
+    if gate_up_proj.dim() != 3 or gate_up_proj.shape[1] % 2 or gate_up_proj.shape[2] != dim:
+        raise ValueError(
+            f"gate_up_proj must be (experts, 2 * expert width, {dim}) for tokens of width {dim}, got shape "
+            f"{_shape(gate_up_proj)}; weights stored input-first are passed as .transpose(1, 2)"
+        )
+    num_experts, two_width = gate_up_proj.shape[0], gate_up_proj.shape[1]
+    if num_experts < 1:
+        raise ValueError("gate_up_proj has no expert; at least one is needed")
+    if topk_ids_TK.shape[1] < 1:
+        raise ValueError("topk_ids_TK must name at least one expert per token (K >= 1); use id -1 for none")
+    _expect("down_proj", down_proj, (num_experts, dim, two_width // 2), "(experts, width, expert width)")
+    if gate_up_bias is not None:
+        _expect("gate_up_bias", gate_up_bias, (num_experts, two_width), "(experts, 2 * expert width)")
+    if down_bias is not None:
+        _expect("down_bias", down_bias, (num_experts, dim), "(experts, width)")
+    if token_mask_T is not None:
+        _expect("token_mask_T", token_mask_T, (num_tokens,), "(tokens,)")
+        if token_mask_T.dtype != torch.bool:
+            raise ValueError(f"token_mask_T must be bool (True for real tokens), got {token_mask_T.dtype}")
+    for name, tensor in (
+        ("x_TD", x_TD),
+        ("topk_weights_TK", topk_weights_TK),
+        ("gate_up_proj", gate_up_proj),
+        ("down_proj", down_proj),
+        ("gate_up_bias", gate_up_bias),
+        ("down_bias", down_bias),
+    ):
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
+        if tensor is not None and tensor.device != x_TD.device:
+            raise ValueError(f"{name} is on {tensor.device}, x_TD on {x_TD.device}; move them to one device")
+
+
+def check_ids(ids_TK: Tensor, num_experts: int) -> None:
+    """Every id is -1 or in [0, num_experts). On a GPU the check runs there and does not wait."""
+    if ids_TK.device.type != "cpu":
+        torch._assert_async(((ids_TK >= -1) & (ids_TK < num_experts)).all(), "topk_ids_TK has an id out of range")
+        return
+    if ids_TK.numel() == 0:
+        return
+    low, high = (int(bound) for bound in torch.aminmax(ids_TK))
+    if low < -1 or high >= num_experts:
+        wrong = high if high >= num_experts else low
+        raise ValueError(
+            f"topk_ids_TK holds id {wrong}, but there are {num_experts} experts: ids must be in [0, {num_experts}), "
+            "or -1 for a pair without an expert"
+        )
+
+
+def check_same_routing(recomputed: Tensor, original: Tensor) -> None:
+    """The routing a checkpoint recomputed is the one its forward produced.
+
+    Raises:
+        RuntimeError: if not; on a GPU the check runs there and does not wait.
+    """
+    message = (
+        "activation checkpointing recomputed another routing than the forward used: the router is not deterministic "
+        "(noise or dropout drawn anew). Use preserve_rng_state=True, or keep the router outside the checkpoint"
+    )
+    if original.device.type != "cpu":
+        torch._assert_async(recomputed == original, message)
+    elif int(recomputed) != int(original):
+        raise RuntimeError(message)
+
+
+def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:
+    if tuple(tensor.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, {meaning}; got {_shape(tensor)}")
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

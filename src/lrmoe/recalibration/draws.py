@@ -1,0 +1,55 @@
+"""Random numbers that are a function of their key and counter alone.
+
+Recompute, resume and every rank that holds the same expert draw the same numbers, whatever else the program draws.
+The generator is the SplitMix64 output function (Steele, Lea, Flood, OOPSLA 2014) used as a counter-based hash.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+# One stream per purpose, so that no two uses share a number.
+PERMUTATION, OFFSET, SCORE = range(3)
+
+
+def expert_keys(position: tuple[int, int, int, int], num_experts: int, stream: int, device: torch.device) -> Tensor:
+    """One int64 key per expert, (E,), from (seed, step, layer, microbatch) and the purpose of the draw."""
+    key = 0
+    for part in (*position, stream):
+        key = _mix_int((key ^ (part & _MASK)) + _GOLDEN & _MASK)
+    experts_E = torch.arange(num_experts, dtype=torch.int64, device=device)
+    return mix(experts_E * _signed(_GOLDEN) + _signed(key))
+
+
+def uniform(key: Tensor, counter: Tensor) -> Tensor:
+    """fp64 in [0, 1), 53 random bits, for each int64 (key, counter); the two broadcast."""
+    bits = mix(key + (counter + 1) * _signed(_GOLDEN))
+    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def mix(z: Tensor) -> Tensor:
+    """A bijection on int64 in which every input bit moves about half of the output bits."""
+    z = (z ^ _shift_right(z, 30)) * _signed(_MIX_1)
+    z = (z ^ _shift_right(z, 27)) * _signed(_MIX_2)
+    return z ^ _shift_right(z, 31)
+
+
+def _mix_int(z: int) -> int:
+    z = (z ^ z >> 30) * _MIX_1 & _MASK
+    z = (z ^ z >> 27) * _MIX_2 & _MASK
+    return z ^ z >> 31
+
+
+def _shift_right(z: Tensor, bits: int) -> Tensor:
+    # Torch shifts int64 arithmetically; the mask drops the copies of the sign bit.
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,225 @@
+"""Which pairs fill an expert's quota, and with what weight.
+
+N rows in expert segments (see :mod:`segments`), M kept rows, E experts. Scores are r = sqrt(R), fp64.
+A row with a non-finite score is always kept with weight 1, so that overflow checks still see it; where an expert has
+more of them than quota, its quota is raised. Ties go to the lower row. Kept rows come in ascending order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lrmoe.config import Selector
+from lrmoe.recalibration import draws
+from lrmoe.recalibration.segments import Segments
+
+# Under `auto`, an expert whose least sampling variance V* is below this share of its sum R is left to topq.
+AUTO_VARIANCE_SHARE = 0.005
+# A positive score counts as at least this fraction of its expert's largest: keeps running sums meaningful over any
+# range of scores. It changes inclusion probabilities of negligible rows, never the expectation (the weight is 1/p).
+_SCORE_FLOOR = 1e-7
+# A row whose inclusion probability is this close to 1 is kept surely, so that rounding cannot make the systematic
+# sample pass over it twice.
+_SURE_MARGIN = 1e-7
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """``index_M`` int64 kept rows, ascending; ``weight_M`` fp64, what their contribution is multiplied by;
+    ``count_E`` int64 rows kept of each expert; ``variance_E`` fp64, V* of these scores at these counts."""
+
+    index_M: Tensor
+    weight_M: Tensor
+    count_E: Tensor
+    variance_E: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Design:
+    """Fixed-size sampling in proportion to size: ``probability_N`` fp64 inclusion probabilities that add up to the
+    quota, ``free_E`` int64 how many are left to chance, ``variance_E`` fp64 V*, the variance of sum sampled w G."""
+
+    probability_N: Tensor
+    free_E: Tensor
+    variance_E: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Rows of each expert from the largest score to the smallest; computed once, used by every selector.
+
+    ``order_N`` row indices; ``score_N`` fp64 scores in that order, floored, 0 for non-finite rows and rows of nobody;
+    ``flawed_E`` int64, how many non-finite rows head each expert's segment.
+    """
+
+    segments: Segments
+    order_N: Tensor
+    score_N: Tensor
+    flawed_E: Tensor
+
+
+def rank(score_N: Tensor, segments: Segments) -> Ranking:
+    """Orders rows by score; NaN and infinite ones first."""
+    live_N = segments.live_N
+    flawed_N = live_N & ~torch.isfinite(score_N)
+    clean_N = torch.where(live_N & ~flawed_N, score_N, 0.0)
+    floor_N = segments.spread(segments.largest(clean_N)) * _SCORE_FLOOR
+    clean_N = torch.where(clean_N > 0, torch.maximum(clean_N, floor_N), 0.0)
+    order_N = segments.descending(torch.where(flawed_N, math.inf, torch.where(live_N, score_N, 0.0)))
+    return Ranking(segments, order_N, clean_N[order_N], segments.total(flawed_N.to(torch.int64)))
+
+
+def design(ranking: Ranking, quota_E: Tensor) -> Design:
+    """Inclusion probabilities p = min(1, r / theta) with sum p = quota, and their V*.
+
+    With c rows kept surely (p = 1) and B the sum of r over the rest, theta = B / (quota - c) and
+    V* = B^2 / (quota - c) - sum_rest R. Rows are sure from the top while r (quota - i) >= sum of r from row i on.
+    Rows of score 0 share what the others leave of the quota evenly.
+    """
+    segments, score_N = ranking.segments, ranking.score_N
+    total_N = segments.spread(segments.total(score_N))
+    share_N = torch.where(total_N > 0, score_N / total_N, 0.0)
+    clean_rank_N = segments.position_N - segments.spread(ranking.flawed_E)
+    flawed_N = (clean_rank_N < 0) & segments.live_N
+    open_N = segments.spread(quota_E - ranking.flawed_E) - clean_rank_N
+    remaining_N = segments.remaining_total(share_N)
+    sure_N = (share_N > 0) & (open_N > 0) & (share_N * open_N >= remaining_N * (1.0 - _SURE_MARGIN))
+    rest_N = segments.live_N & ~sure_N & ~flawed_N
+    free_E = quota_E - ranking.flawed_E - segments.total(sure_N.to(torch.int64))
+    rest_share_E = segments.total(torch.where(rest_N, share_N, 0.0))
+    rest_count_E = segments.total(rest_N.to(torch.int64))
+    # With nothing but zero scores left, each remaining row is as good as the other.
+    size_N = torch.where(segments.spread(rest_share_E) > 0, share_N, 1.0)
+    size_E = torch.where(rest_share_E > 0, rest_share_E, rest_count_E.to(torch.float64))
+    chance_N = size_N * segments.spread(free_E / size_E.clamp(min=torch.finfo(torch.float64).tiny))
+    probability_N = torch.where(rest_N, chance_N, (sure_N | flawed_N).to(torch.float64))
+    variance_N = torch.where(rest_N & (chance_N > 0), score_N.square() * (1.0 / chance_N - 1.0), 0.0)
+    return Design(probability_N, free_E, segments.total(variance_N))
+
+
+def select(
+    score_N: Tensor,
+    segments: Segments,
+    quota_E: Tensor,
+    *,
+    selector: Selector,
+    position: tuple[int, int, int, int],
+    error_budget: float | None = None,
+) -> Kept:
+    """Chooses ``quota_E`` rows of each expert.
+
+    Args:
+        score_N: r of each row, fp64, >= 0 (or not finite).
+        segments: which rows belong to which expert.
+        quota_E: int64, at most the expert's load.
+        selector: ``topq`` the largest, weight 1; ``pps`` systematic sampling in proportion to r on a random
+            permutation, weight 1/p (VarOpt-like: exactly the quota, distinct, unbiased); ``random`` the same with
+            equal sizes; ``auto`` topq where V* < 0.005 sum R, else pps.
+        position: (seed, step, layer, microbatch), keys the draws together with the expert.
+        error_budget: raises quotas until V* (topq: the dropped sum of R) is at most this share of the expert's sum R.
+    """
+    ranking = rank(score_N, segments)
+    quota_E = torch.maximum(quota_E, ranking.flawed_E)
+    if error_budget is not None:
+        quota_E = _raise_to_budget(ranking, quota_E, selector, error_budget)
+    best = design(ranking, quota_E)
+    probability_N = _probabilities(ranking, quota_E, selector, best)
+    sorted_kept_N = _systematic(ranking, probability_N, quota_E, position)
+    weight_N = torch.where(sorted_kept_N, 1.0 / probability_N, 0.0)
+    kept_N = torch.empty_like(sorted_kept_N).scatter_(0, ranking.order_N, sorted_kept_N)
+    weight_N = torch.empty_like(weight_N).scatter_(0, ranking.order_N, weight_N)
+    # The one place where the host learns how many rows there are.
+    index_M = kept_N.nonzero().squeeze(-1)
+    return Kept(index_M, weight_N[index_M], segments.total(kept_N.to(torch.int64)), best.variance_E)
+
+
+def keep_all(segments: Segments) -> Kept:
+    """Every row of every expert, with weight 1."""
+    load_E = segments.count_S[:-1]
+    index_M = segments.live_N.nonzero().squeeze(-1)
+    one_M = torch.ones_like(index_M, dtype=torch.float64)
+    return Kept(index_M, one_M, load_E, torch.zeros_like(load_E, dtype=torch.float64))
+
+
+def _probabilities(ranking: Ranking, quota_E: Tensor, selector: Selector, sampled: Design) -> Tensor:
+    """Inclusion probability of each ranked row; only 0 and 1 for topq."""
+    segments = ranking.segments
+    top_N = (segments.position_N < segments.spread(quota_E)).to(torch.float64)
+    if selector == "topq":
+        return top_N
+    if selector == "random":
+        return design(_equal_scores(ranking), quota_E).probability_N
+    if selector == "pps":
+        return sampled.probability_N
+    total_E = segments.total(ranking.score_N.square())
+    negligible_E = sampled.variance_E < AUTO_VARIANCE_SHARE * total_E
+    return torch.where(segments.spread(negligible_E), top_N, sampled.probability_N)
+
+
+def _equal_scores(ranking: Ranking) -> Ranking:
+    """The same rows with score 1 wherever the score is finite."""
+    segments = ranking.segments
+    clean_N = segments.live_N & (segments.position_N >= segments.spread(ranking.flawed_E))
+    return Ranking(segments, ranking.order_N, clean_N.to(torch.float64), ranking.flawed_E)
+
+
+def _systematic(
+    ranking: Ranking, probability_N: Tensor, quota_E: Tensor, position: tuple[int, int, int, int]
+) -> Tensor:
+    """Which ranked rows are kept, bool: those of probability 1, and of the others a systematic sample.
+
+    The others lie on a line in random order, each as long as its probability, and every integer shifted by one
+    uniform draw picks the row it falls into. Lengths under 1 that add up to an integer give exactly that many
+    distinct rows.
+    """
+    segments = ranking.segments
+    num_experts = quota_E.numel()
+    chance_N = torch.where(probability_N < 1.0, probability_N, 0.0)
+    sure_N = probability_N >= 1.0
+    free_E = quota_E - segments.total(sure_N.to(torch.int64))
+    # Draws belong to the row's place in its expert's list of pairs, not to its rank.
+    own_place_N = segments.position_N[ranking.order_N]
+    key_E = draws.expert_keys(position, num_experts, draws.PERMUTATION, chance_N.device)
+    draw_N = draws.uniform(segments.spread(key_E), own_place_N)
+    # Rows left to chance come last, so that what rounding does to the end of the line falls on one of them.
+    shuffle_N = segments.shuffled(0.5 * (draw_N + (chance_N > 0)))
+    offset_key_E = draws.expert_keys(position, num_experts, draws.OFFSET, chance_N.device)
+    offset_N = segments.spread(draws.uniform(offset_key_E, torch.zeros_like(offset_key_E)))
+    end_N = segments.running_total(chance_N[shuffle_N])
+    # The total is an integer but for rounding; say so exactly, or a row would be lost or gained at the end.
+    limit_N = segments.spread(free_E.to(torch.float64))
+    last_N = segments.position_N == segments.count_S[segments.of_N] - 1
+    end_N = torch.where(last_N, limit_N, torch.minimum(end_N, limit_N))
+    passed_N = torch.floor(end_N + offset_N)
+    before_N = torch.cat([passed_N.new_zeros(1), passed_N])[:-1]
+    before_N = torch.where(segments.position_N == 0, 0.0, before_N)
+    return torch.empty_like(sure_N).scatter_(0, shuffle_N, passed_N > before_N) | sure_N
+
+
+def _raise_to_budget(ranking: Ranking, quota_E: Tensor, selector: Selector, budget: float) -> Tensor:
+    """The least quota >= ``quota_E`` at which each expert's error is within ``budget`` of its sum R."""
+    segments = ranking.segments
+    load_E = segments.count_S[:-1]
+    total_E = segments.total(ranking.score_N.square())
+    if selector == "topq":
+        share_N = ranking.score_N.square() / segments.spread(total_E).clamp(min=torch.finfo(torch.float64).tiny)
+        needed_N = (segments.remaining_total(share_N) > budget) | (
+            segments.position_N < segments.spread(ranking.flawed_E)
+        )
+        return torch.minimum(torch.maximum(quota_E, segments.total(needed_N.to(torch.int64))), load_E)
+    if selector == "random":
+        # Sampling q of n evenly has variance (n/q - 1) sum R.
+        needed_E = torch.ceil(load_E / (1.0 + budget)).to(torch.int64)
+        return torch.minimum(torch.maximum(quota_E, needed_E), load_E)
+    # V* falls as the quota rises: bisect between the quota and the load, all experts at once.
+    low_E, high_E = quota_E.clone(), load_E.clone()
+    for _ in range(max(1, segments.of_N.numel().bit_length())):
+        middle_E = (low_E + high_E) // 2
+        enough_E = design(ranking, middle_E).variance_E <= budget * total_E
+        high_E = torch.where(enough_E, middle_E, high_E)
+        low_E = torch.where(enough_E, low_E, torch.minimum(middle_E + 1, high_E))
+    return high_E
