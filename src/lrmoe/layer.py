@@ -115,7 +115,7 @@ class MoE(nn.Module):
         self.activation = activation
         self.control = self._own_control = LayerControl(Clock(config or LRMoEConfig()))
         # A tensor changed in place: a compiled layer sees a new scale as data. Not a buffer: neither cast nor saved.
-        self._aux_loss_scale = torch.ones((), dtype=torch.float64, device="cpu")
+        self._aux_loss_scale = torch.ones((), dtype=torch.float32, device="cpu")
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """Every token through its experts.
