@@ -115,6 +115,7 @@ class Recalibrator:
         self.layers = {name: LayerControl(self.clock, layer=i, name=name) for i, name in enumerate(names)}
         self.steps_with_optimizer = optimizer is not None
         self._last_drop: float | None = None
+        self._backwards_seen = 0
         self._warned = False
         self._model = model
         self._undo = [
@@ -147,15 +148,7 @@ class Recalibrator:
     def step(self) -> None:
         """Call once after each optimizer step: moves the schedule and the draws on, and lets each
         :class:`lrmoe.MoE` router with a selection bias update it from the loads of the step."""
-        if self.clock.microbatch < 0 and not self._warned and any(c.meter.backwards for c in self.layers.values()):
-            self._warned = True
-            warnings.warn(
-                f"layers were trained without a call of the {type(self._model).__name__} that attach() was given, so the "
-                "microbatches of a step share one draw and padding masks are not seen; attach to the module that you "
-                "call (with adapters: to the adapted model)",
-                UserWarning,
-                stacklevel=2,
-            )
+        self._warn_if_bypassed()
         for name in self.layers:
             layer = self._model.get_submodule(name)
             if isinstance(layer, MoE):
@@ -183,6 +176,7 @@ class Recalibrator:
         if reset:
             for control in self.layers.values():
                 control.meter.reset()
+            self._backwards_seen = 0
         return summary
 
     def state_dict(self) -> dict[str, Any]:
@@ -218,6 +212,19 @@ class Recalibrator:
         while self._undo:
             self._undo.pop()()
         object.__setattr__(self._model, "_lrmoe_recalibrator", None)
+
+    def _warn_if_bypassed(self) -> None:
+        backwards = sum(control.meter.backwards for control in self.layers.values())
+        if self.clock.microbatch < 0 and backwards > self._backwards_seen and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"layers were trained without a call of the {type(self._model).__name__} that attach() was given, so "
+                "the microbatches of a step share one draw and padding masks are not seen; attach to the module that "
+                "you call (with adapters: to the adapted model)",
+                UserWarning,
+                stacklevel=3,
+            )
+        self._backwards_seen = backwards
 
     def _after_optimizer_step(self, *_: Any) -> None:
         self.step()

@@ -102,16 +102,15 @@ def controlled_experts(
 ) -> Tensor:
     """What layers and hosts call: :func:`routed_experts` at the position and with the meter of ``control``.
 
-    A mask given here is used as it is; without one, that of ``control`` applies.
+    The mask is the caller's: whether ``control.token_mask_T`` describes these tokens, only the layer knows.
     """
-    token_mask_T = control.token_mask_T if token_mask_T is None else token_mask_T
     check_arguments(x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T)
     device = x_TD.device.type
     autocast = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else gate_up_proj.dtype
     config = control.config
     trainable = (x_TD, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias)
-    out_TD = torch.ops.lrmoe.routed_experts(
+    out_TD: Tensor = torch.ops.lrmoe.routed_experts(
         x_TD.to(dtype),
         topk_ids_TK.to(torch.int64),
         topk_weights_TK.to(torch.promote_types(dtype, torch.float32)),
@@ -160,7 +159,7 @@ def _forward(
     """(out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint); the last eight are for the
     backward and, where it cannot come (``train`` false), empty."""
     check_ids(ids_TK, gate_up_proj.shape[0])
-    num_experts, (num_tokens, top_k) = gate_up_proj.shape[0], ids_TK.shape
+    num_experts, top_k = gate_up_proj.shape[0], ids_TK.shape[1]
     key_5 = torch.cat([position_3, identity_2])
     on_cpu = x_TD.device.type == "cpu"
     with Stopwatch(Meter.find(int(key_5[4])) if train else None, "forward_seconds", on_cpu):
@@ -237,7 +236,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of (x, alpha, gate_up_proj, down_proj, gate_up_bias, down_bias), empty where ``needs`` is false."""
     check_same_routing(fingerprint, forward_fingerprint)
-    seed, step, layer, microbatch, handle = key_5.tolist()
+    seed, step, microbatch, layer, handle = key_5.tolist()
     saved = Saved(
         x_TD=x_TD,
         out_TD=out_TD,
