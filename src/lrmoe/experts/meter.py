@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -53,8 +54,8 @@ class BackwardStats:
 class Meter:
     """Totals of one layer since the last :meth:`reset`. Device-side; :meth:`read` synchronises once."""
 
-    _ids = itertools.count(1)
-    _all: weakref.WeakValueDictionary[int, Meter] = weakref.WeakValueDictionary()
+    _ids: ClassVar[Iterator[int]] = itertools.count(1)
+    _all: ClassVar[weakref.WeakValueDictionary[int, Meter]] = weakref.WeakValueDictionary()
 
     def __init__(self) -> None:
         self.handle = next(Meter._ids)
@@ -104,7 +105,7 @@ class Meter:
         load_E, self._untaken_load_E = self._untaken_load_E, None
         return load_E
 
-    def read(self) -> dict[str, object] | None:
+    def read(self) -> dict[str, Any] | None:
         """Totals as plain numbers, or None if no backward ran: ``load`` and ``kept`` (lists, pairs per expert),
         ``kept_share``, ``kept_importance_share``, ``variance_share`` (V*/sum R), ``load_max_over_mean``,
         ``backwards``, ``forward_seconds``, ``backward_seconds`` (host clock; CPU tensors only)."""

@@ -73,7 +73,7 @@ def _native(a: Tensor, b: Tensor) -> bool:
 
 
 def _aligned(operand: Tensor) -> bool:
-    """The rows (or, in a transposed view, the columns) lie a multiple of 16 bytes apart, one of the two strides is 1."""
+    """The rows (in a transposed view: the columns) are contiguous and lie a multiple of 16 bytes apart."""
     inner, outer = sorted((operand.stride(-1), operand.stride(-2)))
     return inner == 1 and outer * operand.element_size() % 16 == 0 and outer > 0
 

@@ -18,7 +18,8 @@ def gradient_norms(metric: Metric, grad_TD: Tensor) -> Tensor:
     ``abs_grad``. (T,), accumulated in fp32 or better: fp16 squares overflow at |g| = 4, D = 4096."""
     dtype = torch.float64 if grad_TD.dtype == torch.float64 else torch.float32
     order = 1 if metric == "abs_grad" else 2
-    return torch.linalg.vector_norm(grad_TD, ord=order, dim=-1, dtype=dtype)
+    norm_T: Tensor = torch.linalg.vector_norm(grad_TD, ord=order, dim=-1, dtype=dtype)
+    return norm_T
 
 
 def pair_scores(metric: Metric, *, alpha_N: Tensor, grad_norm_N: Tensor, phi_norm_N: Tensor, noise_N: Tensor) -> Tensor:
