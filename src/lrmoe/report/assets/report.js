@@ -1,0 +1,115 @@
+// Draws the figures of the page and wires its legend, its choices and the slider of the load map.
+(() => {
+  "use strict";
+  const report = JSON.parse(document.getElementById("report-data").textContent);
+  const touch = window.matchMedia("(pointer: coarse)").matches;
+  const config = { displaylogo: false, displayModeBar: false, responsive: true };
+  const hidden = new Set(); // positions of the variants that are switched off
+
+  function draw(element, figure) {
+    const layout = { ...figure.layout };
+    // On a touch screen a drag scrolls the page; elsewhere it zooms, and a double click shows everything again.
+    if (touch) layout.dragmode = false;
+    const data = figure.data.map((trace) => ({ ...trace, visible: !(trace.meta && hidden.has(trace.meta.variant)) }));
+    return Plotly.react(element, data, layout, config).then(() => { element.dataset.rendered = "true"; });
+  }
+
+  const plots = [...document.querySelectorAll(".plot[data-figure]")];
+  const figureOf = (element) => {
+    const figure = report.figures[element.dataset.figure];
+    return Array.isArray(figure) ? figure[Number(element.dataset.choice || 0)] : figure;
+  };
+  const redraw = (element) => {
+    const figure = figureOf(element);
+    const empty = element.parentElement.querySelector(".empty");
+    element.hidden = !figure;
+    if (empty) empty.hidden = Boolean(figure);
+    if (figure) draw(element, figure);
+  };
+
+  // Variants on and off, in every chart that draws variants.
+  document.querySelectorAll(".legend button").forEach((button) => {
+    button.addEventListener("click", () => {
+      const variant = Number(button.dataset.variant);
+      if (!hidden.delete(variant)) hidden.add(variant);
+      button.setAttribute("aria-pressed", String(!hidden.has(variant)));
+      plots.filter((p) => figureOf(p)?.data.some((t) => t.meta && "variant" in t.meta)).forEach(redraw);
+    });
+  });
+
+  // One choice of a variant for the charts that show one variant at a time.
+  document.querySelectorAll("select[data-for]").forEach((select) => {
+    const chosen = select.dataset.for.split(" ").flatMap((name) => [...document.querySelectorAll(`.plot[data-figure="${name}"]`)]);
+    const choose = () => chosen.forEach((element) => { element.dataset.choice = select.value; });
+    choose();
+    select.addEventListener("change", () => { choose(); chosen.forEach(redraw); });
+  });
+  plots.forEach(redraw);
+
+  const map = document.getElementById("load-map");
+  if (map) loadMap(map);
+
+  function loadMap(element) {
+    const maps = report.loads;
+    const training = document.getElementById("load-training");
+    const view = document.getElementById("load-view");
+    const slider = document.getElementById("load-step");
+    const sliderLabel = document.getElementById("load-step-label");
+    const output = document.getElementById("load-step-value");
+    const number = new Intl.NumberFormat("en");
+
+    // Pairs of each expert over the mean of its layer; null where the layer got none.
+    const ratios = (layers) => layers.map((pairs) => {
+      const mean = pairs.reduce((a, b) => a + b, 0) / pairs.length;
+      return pairs.map((n) => (mean > 0 ? n / mean : null));
+    });
+
+    function show() {
+      const one = maps[training ? Number(training.value) : 0];
+      slider.max = String(one.steps.length - 1);
+      const stepwise = view.value === "step";
+      sliderLabel.hidden = !stepwise;
+      const frame = view.value === "last" ? one.steps.length - 1 : Math.min(Number(slider.value), one.steps.length - 1);
+      const pairs = view.value === "mean" ? one.total : one.frames[frame];
+      output.textContent = number.format(one.steps[frame]);
+      slider.setAttribute("aria-valuetext", `step ${one.steps[frame]}`);
+
+      const z = ratios(pairs);
+      // One scale for the whole run, so that steps can be compared; white is an even load.
+      const top = Math.max(2, ...[...one.frames, one.total].flatMap((layers) => ratios(layers).flat()).filter((v) => v !== null));
+      const even = 1 / top;
+      const width = Math.max(1, ...pairs.map((layer) => layer.length));
+      const rows = one.layers.length;
+      const annotations = pairs.map((layer, i) => [layer, i]).filter(([layer]) => !layer.some((n) => n > 0)).map(([, i]) => ({
+        x: (width - 1) / 2, y: i, text: "no pairs in this layer", showarrow: false, font: { size: 12, color: "#525c6b" },
+      }));
+      const figure = {
+        data: [{
+          type: "heatmap", z, x: [...Array(width).keys()], y: one.layers.map((_, i) => i),
+          customdata: pairs.map((layer, i) => layer.map((n) => [number.format(n), one.names[i]])),
+          zmin: 0, zmax: top, xgap: width > 80 ? 0 : 1, ygap: rows > 40 ? 0 : 1, hoverongaps: false,
+          colorscale: [[0, "#0b4f8a"], [even / 2, "#7fb0d8"], [even, "#f6f6f4"], [even + (1 - even) / 3, "#f2b36b"],
+            [even + (1 - even) * 2 / 3, "#cf6a1a"], [1, "#7a2f00"]],
+          colorbar: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", len: 0.5, lenmode: "fraction", thickness: 10,
+            outlinewidth: 0, title: { text: "load over the layer's mean", side: "top", font: { size: 12 } }, tickfont: { size: 12 },
+            tickvals: [0, 1, top], ticktext: ["0", "1", top.toFixed(1)] },
+          hovertemplate: "%{customdata[1]}<br>expert %{x}: %{customdata[0]} pairs<br>%{z:.2f} of the mean<extra></extra>",
+        }],
+        layout: {
+          ...report.loadLayout,
+          height: 150 + Math.max(rows * Math.min(34, Math.max(10, 560 / rows)), 68),
+          annotations,
+          xaxis: { ...report.loadLayout.xaxis, range: [-0.5, width - 0.5], dtick: width <= 16 ? 1 : undefined },
+          yaxis: { ...report.loadLayout.yaxis, range: [rows - 0.5, -0.5],
+            tickvals: one.layers.map((_, i) => i).filter((i) => rows <= 40 || i % 4 === 0),
+            ticktext: one.layers.filter((_, i) => rows <= 40 || i % 4 === 0) },
+        },
+      };
+      draw(element, figure);
+    }
+    for (const control of [training, view]) if (control) control.addEventListener("change", show);
+    slider.addEventListener("input", show);
+    slider.value = slider.max;
+    show();
+  }
+})();

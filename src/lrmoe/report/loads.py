@@ -1,0 +1,73 @@
+"""The load heat map: tokens routed to every expert of every layer, by step and over the whole run.
+
+The figure itself is drawn in the page, which holds the counts and shows the step its slider stands on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lrmoe.report.run_folder import Point, Training
+from lrmoe.report.text import escape, short_layer_names
+
+# Counts kept in a page, over all trainings: a page stays below a few MB beside plotly itself.
+MAX_COUNTS = 400_000
+MAX_FRAMES = 60
+
+
+def load_maps(trainings: list[Training]) -> list[dict[str, Any]]:
+    """One object for each training that logged loads, JSON-able::
+
+        {"variant": str, "seed": int,         # variant escaped
+         "layers": [str], "names": [str],     # short and whole names, escaped
+         "steps": [int],                      # of the frames
+         "frames": [[[int]]],                 # frame, layer, expert: pairs since the log before; [] where not logged
+         "total": [[int]],                    # layer, expert: pairs over all logged steps
+         "logged": int}                       # logged steps, of which the frames are an even choice
+    """
+    loaded = [(training, _points(training)) for training in trainings]
+    loaded = [(training, points) for training, points in loaded if points]
+    maps = []
+    for training, points in loaded:
+        names = [name for name in training.layer_names if any(_load(point, name) for point in points)]
+        widths = {name: max(len(_load(point, name)) for point in points) for name in names}
+        a_frame = sum(widths.values())
+        frames = max(2, min(MAX_FRAMES, MAX_COUNTS // (len(loaded) * max(1, a_frame))))
+        chosen = _evenly(points, frames)
+        maps.append(
+            {
+                "variant": escape(training.variant),
+                "seed": training.seed,
+                "layers": [escape(name) for name in short_layer_names(names)],
+                "names": [escape(name) for name in names],
+                "steps": [point.step for point in chosen],
+                "frames": [[_load(point, name) for name in names] for point in chosen],
+                "total": [_total(points, name, widths[name]) for name in names],
+                "logged": len(points),
+            }
+        )
+    return maps
+
+
+def _points(training: Training) -> list[Point]:
+    return [point for point in training.points if any(layer.load for layer in point.layers.values())]
+
+
+def _load(point: Point, name: str) -> list[int]:
+    layer = point.layers.get(name)
+    return [] if layer is None or layer.load is None else layer.load
+
+
+def _total(points: list[Point], name: str, width: int) -> list[int]:
+    total = [0] * width
+    for point in points:
+        for expert, pairs in enumerate(_load(point, name)):
+            total[expert] += pairs
+    return total
+
+
+def _evenly(points: list[Point], count: int) -> list[Point]:
+    """At most ``count`` points, the first and the last among them."""
+    if len(points) <= count:
+        return points
+    return [points[round(i * (len(points) - 1) / (count - 1))] for i in range(count)]

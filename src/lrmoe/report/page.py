@@ -1,0 +1,122 @@
+"""One self-contained HTML file of a run folder: styles, figures and plotly inside, nothing fetched when it is opened."""
+
+from __future__ import annotations
+
+import json
+import math
+from importlib import resources
+from pathlib import Path
+
+from lrmoe.report import results, sections
+from lrmoe.report.charts import axis, layout
+from lrmoe.report.run_folder import Run, read_run
+from lrmoe.report.sections import Page
+from lrmoe.report.series import first_not_finite
+from lrmoe.report.text import escape
+from lrmoe.report.variants import find_baseline, looks
+from lrmoe.training.files import write_text
+
+
+def write_report(run_dir: Path) -> Path:
+    """Writes ``report.html`` into a run folder of ``lrmoe train`` or ``lrmoe compare``, replacing an old one.
+
+    The page opens offline in any current browser; it is about 5 MB, nearly all of it plotly. It is replaced in one
+    move: whoever has it open never sees half of it, and a failure leaves the old page.
+
+    Args:
+        run_dir: the folder, with ``config.json`` and ``metrics.jsonl``; ``summary.json`` is absent while the run is
+            unfinished.
+
+    Returns:
+        The path of the page.
+
+    Raises:
+        ValueError: if a file is missing or malformed; names the file and the line.
+        ModuleNotFoundError: if plotly is not installed (the ``train`` extra has it).
+    """
+    run_dir = Path(run_dir)
+    page = render(read_run(run_dir))
+    path = run_dir / "report.html"
+    write_text(path, page)
+    return path
+
+
+def render(run: Run) -> str:
+    """The page of a run, as HTML."""
+    from plotly.offline import get_plotlyjs
+
+    baseline = find_baseline(run)
+    page = Page(run=run, baseline=baseline, looks=looks(run.variants, baseline))
+    title = escape(results.title(page))
+    kind = "Comparison" if run.is_comparison else "Training run"
+    parts = [section(page) for section in sections.SECTIONS]
+    frame = layout("expert", "", hovermode="closest", margin={"l": 8, "r": 12, "t": 70, "b": 44})
+    frame |= {"xaxis": axis("expert", showgrid=False, zeroline=False), "yaxis": axis("", showgrid=False, zeroline=False)}
+    data = {"figures": page.figures, "loads": page.loads, "loadLayout": frame}
+    settings = escape(json.dumps(run.config, indent=2, ensure_ascii=False))
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title} – LRMoE {kind.lower()}</title>
+<link rel="icon" href="data:,">
+<style>{_asset("report.css")}</style>
+</head>
+<body>
+<header>
+<p class="eyebrow">LRMoE · {kind}</p>
+<h1>{title}</h1>
+<p class="lead">{results.lead(page)}</p>
+{results.facts(page, sections.shape(page))}
+{_notices(page)}
+{results.tiles(page)}
+</header>
+<main>
+<noscript><p class="notice">The charts are drawn by a script inside this file; allow scripts to see them.</p></noscript>
+{results.table(page)}
+{sections.legend(page)}
+{"".join(parts)}
+<h2>Settings</h2>
+<section class="card"><details style="margin:0"><summary>config.json</summary><pre tabindex="0">{settings}</pre></details></section>
+</main>
+<footer>Written by LRMoE from {escape(run.path.name)}/. A pair is a token and one of the experts chosen for it; the importance R
+of a pair is the squared norm of its contribution to the gradient of the expert's down projection.</footer>
+<script>{get_plotlyjs()}</script>
+<script type="application/json" id="report-data">{_inline_json(data)}</script>
+<script>{_asset("report.js")}</script>
+</body>
+</html>
+"""
+
+
+def _asset(name: str) -> str:
+    return resources.files("lrmoe.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _inline_json(value: object) -> str:
+    """JSON that cannot end the script element it stands in, without NaN, which browsers do not read."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _notices(page: Page) -> str:
+    """What a reader must know before the numbers, as HTML."""
+    run = page.run
+    notices = []
+    if run.summary is None:
+        notices.append("The run is unfinished: summary.json is not there yet. The page shows what has been logged so far.")
+    if not run.trainings:
+        notices.append("metrics.jsonl has no line yet.")
+    for training in run.trainings:
+        who = f"{training.variant}, seed {training.seed}: " if run.is_comparison else ""
+        for column, words in (("loss", "training loss"), ("eval_loss", "validation loss")):
+            steps, values = training.series(column)
+            step = first_not_finite(steps, values)
+            if step is not None:
+                count = sum(not math.isfinite(value) for value in values)
+                times = "once" if count == 1 else f"{count:,} times"
+                notices.append(f"{who}the {words} is not a finite number ({times}, first at step {step:,}).")
+    if not notices:
+        return ""
+    items = "".join(f"<li>{escape(notice)}</li>" for notice in notices)
+    return f'<div class="notice" role="note"><b>Please note</b><ul>{items}</ul></div>'

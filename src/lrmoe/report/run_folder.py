@@ -1,0 +1,255 @@
+"""Reading a run folder of ``lrmoe train`` or ``lrmoe compare``: strict about what is there, tolerant of what is not.
+
+A run folder holds
+
+- ``config.json``: one object, the settings of the run;
+- ``metrics.jsonl``: one object a line, one line a logged step. ``step`` is required; ``loss``, ``eval_loss``, ``drop``,
+  ``kept_share``, ``kept_importance_share``, ``variance_share``, ``load_max_over_mean``, ``forward_seconds``,
+  ``backward_seconds`` and ``layers`` may be absent or null; a comparison adds ``variant`` and ``seed`` to every line;
+- ``summary.json``: one object, the result; absent while a run is unfinished.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+NUMBERS = (
+    "loss",
+    "eval_loss",
+    "drop",
+    "kept_share",
+    "kept_importance_share",
+    "variance_share",
+    "load_max_over_mean",
+    "forward_seconds",
+    "backward_seconds",
+)
+_LAYER_NUMBERS = ("kept_share", "kept_importance_share", "variance_share", "load_max_over_mean")
+_LAYER_COUNTS = ("load", "kept")
+
+
+@dataclass(kw_only=True, slots=True)
+class LayerPoint:
+    """One MoE layer between two logs. ``load`` and ``kept``: pairs per expert, summed; None where not logged."""
+
+    values: dict[str, float] = field(default_factory=dict)
+    load: list[int] | None = None
+    kept: list[int] | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class Point:
+    """One logged optimizer step. ``values`` holds the columns that are there; NaN and infinities are kept as such."""
+
+    step: int
+    values: dict[str, float] = field(default_factory=dict)
+    layers: dict[str, LayerPoint] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, slots=True)
+class Training:
+    """One trained model: the points of one variant and one seed, in the order of steps."""
+
+    variant: str
+    seed: int
+    points: list[Point]
+
+    def series(self, column: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one column, where it was logged."""
+        found = [(point.step, point.values[column]) for point in self.points if column in point.values]
+        return [step for step, _ in found], [value for _, value in found]
+
+    def layer_series(self, layer: str, column: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one column of one layer, where it was logged."""
+        found = [
+            (point.step, point.layers[layer].values[column])
+            for point in self.points
+            if layer in point.layers and column in point.layers[layer].values
+        ]
+        return [step for step, _ in found], [value for _, value in found]
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Every layer that was logged, in the order of the first line that has it."""
+        return list(dict.fromkeys(name for point in self.points for name in point.layers))
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """A run folder. ``summary`` is None while the run is unfinished; ``trainings`` has one entry per variant and seed."""
+
+    path: Path
+    is_comparison: bool
+    config: dict[str, Any]
+    summary: dict[str, Any] | None
+    trainings: list[Training]
+
+    @property
+    def variants(self) -> list[str]:
+        return list(dict.fromkeys(training.variant for training in self.trainings))
+
+    def of(self, variant: str) -> list[Training]:
+        return [training for training in self.trainings if training.variant == variant]
+
+    @property
+    def last_step(self) -> int:
+        return max((point.step for training in self.trainings for point in training.points), default=0)
+
+
+def read_run(run_dir: Path) -> Run:
+    """Reads a run folder.
+
+    Raises:
+        ValueError: if the folder, ``config.json`` or ``metrics.jsonl`` is missing, or a file is malformed; names the
+            file and, in ``metrics.jsonl``, the line.
+    """
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir} is not a folder; give the folder that lrmoe train or lrmoe compare wrote")
+    config = _read_object(run_dir / "config.json")
+    summary_path = run_dir / "summary.json"
+    summary = _read_object(summary_path) if summary_path.exists() else None
+    trainings: dict[tuple[str, int], dict[int, Point]] = {}
+    kinds: dict[bool, int] = {}
+    metrics_path = run_dir / "metrics.jsonl"
+    for line, row in _read_lines(metrics_path):
+        where = f"{metrics_path}, line {line}"
+        compared = "variant" in row
+        kinds.setdefault(compared, line)
+        if len(kinds) == 2:
+            raise ValueError(f"{where}: lines with and without variant are mixed (compare line {kinds[not compared]})")
+        variant = _text(row.get("variant", "run"), "variant", where)
+        seed = _count(row.get("seed", 0), "seed", where)
+        point = _point(row, where)
+        steps = trainings.setdefault((variant, seed), {})
+        # The loss and the validation loss of one step may come on two lines, and a resumed run logs some steps again:
+        # what was written later holds.
+        _merge(steps.setdefault(point.step, Point(step=point.step)), point)
+    return Run(
+        path=run_dir,
+        is_comparison=True in kinds,
+        config=config,
+        summary=summary,
+        trainings=[
+            Training(variant=variant, seed=seed, points=[steps[step] for step in sorted(steps)])
+            for (variant, seed), steps in trainings.items()
+        ],
+    )
+
+
+def _merge(into: Point, later: Point) -> None:
+    into.values.update(later.values)
+    into.layers.update(later.layers)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path} is missing; give the folder that lrmoe train or lrmoe compare wrote with --out"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    text = _read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
+        raise ValueError(f"{path}, line {line}: not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected one JSON object, found {_kind(value)}")
+    return value
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    # Not str.splitlines, which also breaks at characters that JSON strings may contain.
+    for number, line in enumerate(_read_text(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number}: not valid JSON: {error}. If the run was killed while it wrote, "
+                "delete this line and write the report again"
+            ) from None
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}, line {number}: expected a JSON object, found {_kind(value)}")
+        yield number, value
+
+
+def _point(row: dict[str, Any], where: str) -> Point:
+    if "step" not in row:
+        raise ValueError(f"{where}: step is missing")
+    point = Point(step=_count(row["step"], "step", where), values=_numbers(row, NUMBERS, where))
+    for position, (name, layer) in enumerate(_named_layers(row.get("layers"), where)):
+        here = f"{where}, layers[{position}]"
+        if name in point.layers:
+            raise ValueError(f"{here}: name={name!r} is there twice")
+        counts = {key: _counts(layer[key], key, here) for key in _LAYER_COUNTS if layer.get(key) is not None}
+        load, kept = counts.get("load"), counts.get("kept")
+        if load is not None and kept is not None and len(load) != len(kept):
+            raise ValueError(f"{here}: load has {len(load)} experts, kept has {len(kept)}")
+        point.layers[name] = LayerPoint(values=_numbers(layer, _LAYER_NUMBERS, here), load=load, kept=kept)
+    return point
+
+
+def _named_layers(layers: object, where: str) -> list[tuple[str, dict[str, Any]]]:
+    """Layers as a list of objects with a name, or as an object from name to the rest."""
+    if layers is None:
+        return []
+    if isinstance(layers, dict):
+        layers = [{"name": name, **layer} if isinstance(layer, dict) else layer for name, layer in layers.items()]
+    if not isinstance(layers, list):
+        raise ValueError(f"{where}: layers must be a list, found {_kind(layers)}")
+    named = []
+    for position, layer in enumerate(layers):
+        if not isinstance(layer, dict):
+            raise ValueError(f"{where}, layers[{position}]: expected an object, found {_kind(layer)}")
+        named.append((_text(layer.get("name"), "name", f"{where}, layers[{position}]"), layer))
+    return named
+
+
+def _numbers(row: dict[str, Any], columns: tuple[str, ...], where: str) -> dict[str, float]:
+    values = {}
+    for column in columns:
+        value = row.get(column)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"{where}: {column}={value!r} must be a number")
+        try:
+            values[column] = float(value)
+        except OverflowError:
+            raise ValueError(f"{where}: {column} is an integer too large for a float") from None
+    return values
+
+
+def _counts(values: object, name: str, where: str) -> list[int]:
+    if not isinstance(values, list):
+        raise ValueError(f"{where}: {name} must be a list of pairs per expert, found {_kind(values)}")
+    return [_count(value, f"{name}[{expert}]", where) for expert, value in enumerate(values)]
+
+
+def _count(value: object, name: str, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{where}: {name}={value!r} must be an integer >= 0")
+    return value
+
+
+def _text(value: object, name: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{where}: {name}={value!r} must be a string")
+    return value
+
+
+def _kind(value: object) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
