@@ -1,0 +1,110 @@
+"""Everything that defines a training run, validated when built."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
+
+from lrmoe.config import LRMoEConfig
+
+Schedule = Literal["cosine", "linear", "constant"]
+
+
+def _field(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """A training run; the same values on the same machine give the same run, bit for bit on CPU.
+
+    ``recalibration`` takes its ``seed`` and, unless it is set, its ``total_steps`` from the run.
+
+    Raises:
+        ValueError: naming the field, the value and what it may be.
+    """
+
+    model: str = _field("qwen3-moe-tiny", "preset, or folder of a checkpoint in Transformers' format")
+    text: str | None = _field(None, "file or folder to train on; default: the Python standard library's source")
+    steps: int = _field(400, "optimizer steps")
+    batch: int = _field(16, "sequences per microbatch")
+    seq: int = _field(128, "tokens per sequence")
+    grad_accum: int = _field(1, "microbatches per optimizer step")
+    lr: float = _field(2e-3, "peak learning rate of AdamW")
+    lr_schedule: Schedule = _field("cosine", "learning rate after its warm-up")
+    lr_warmup_steps: int = _field(20, "steps over which the learning rate rises from zero")
+    weight_decay: float = _field(0.1, "AdamW's weight decay")
+    seed: int = _field(0, "of the initial weights, the data order and the selection's draws")
+    log_every: int = _field(10, "steps between two lines of metrics.jsonl")
+    eval_every: int = _field(100, "steps between two validations; the last step is always validated")
+    eval_sequences: int = _field(256, "sequences to validate on, at most")
+    save_every: int = _field(100, "steps between two checkpoints; the last step is always saved")
+    keep_checkpoints: int = _field(2, "newest checkpoints to keep")
+    gradient_checkpointing: bool = _field(False, "recompute each block's activations in the backward")
+    bf16: bool = _field(False, "bfloat16 autocast over float32 weights")
+    threads: int | None = _field(None, "CPU threads; default: torch's own choice")
+    memorize_bytes: int | None = _field(
+        None, "train and validate on the first so many bytes of the training text, over and over"
+    )
+    recalibration: LRMoEConfig = field(default_factory=LRMoEConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "seq", "grad_accum", "log_every", "eval_every", "eval_sequences", "save_every"):
+            _count(name, getattr(self, name), 1)
+        for name in ("lr_warmup_steps", "seed"):
+            _count(name, getattr(self, name), 0)
+        _count("keep_checkpoints", self.keep_checkpoints, 1)
+        for name in ("threads", "memorize_bytes"):
+            if getattr(self, name) is not None:
+                _count(name, getattr(self, name), 1)
+        if self.seed >= 2**32:
+            raise ValueError(f"seed={self.seed} must be below 2**32")
+        if self.seq < 2:
+            raise ValueError(f"seq={self.seq} must be at least 2: each token but the first is predicted")
+        for name in ("lr", "weight_decay"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value!r} must be a finite number >= 0")
+        if self.lr == 0:
+            raise ValueError("lr=0 trains nothing; give a number above 0")
+        if self.lr_schedule not in get_args(Schedule):
+            raise ValueError(f"lr_schedule={self.lr_schedule!r} is not known; choose one of {_list(Schedule)}")
+        if self.save_every % self.log_every and self.save_every < self.steps:
+            raise ValueError(
+                f"save_every={self.save_every} must be a multiple of log_every={self.log_every}, so that a resumed run "
+                "logs what an uninterrupted one logs"
+            )
+        if self.recalibration.seed != self.seed:
+            object.__setattr__(self, "recalibration", replace(self.recalibration, seed=self.seed))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values, ``recalibration`` nested."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "recalibration"}
+        return {**plain, "recalibration": self.recalibration.to_dict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: for a missing or unknown field.
+        """
+        known = {f.name for f in fields(cls)}
+        if set(values) != known:
+            odd = ", ".join(sorted(set(values) ^ known))
+            raise ValueError(f"these settings are not of this version of lrmoe (missing or unknown: {odd})")
+        try:
+            recalibration = LRMoEConfig(**values["recalibration"])
+        except TypeError as error:
+            raise ValueError(f"recalibration settings are not of this version of lrmoe: {error}") from None
+        return cls(**{**values, "recalibration": recalibration})
+
+
+def _list(literal: Any) -> str:
+    return ", ".join(get_args(literal))
+
+
+def _count(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ValueError(f"{name}={value!r} must be an integer >= {least}")

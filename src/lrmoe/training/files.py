@@ -1,0 +1,156 @@
+"""Files of a run folder: written whole or not at all, read back after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# What a run or a comparison writes into its folder; nothing else is ever deleted.
+OWN_ENTRIES = (
+    "config.json",
+    "metrics.jsonl",
+    "summary.json",
+    "table.md",
+    "report.html",
+    "checkpoints",
+    "tensorboard",
+    "pretrained",
+    "runs",
+)
+_LOCK = "run.lock"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces ``path`` by ``text`` in one move: a reader sees the old file or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes ``value`` indented. A loss that is not finite is written ``NaN`` or ``Infinity``, as Python reads it."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads one JSON object.
+
+    Raises:
+        ValueError: if the file is missing, malformed or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; give the folder that lrmoe train or lrmoe compare wrote") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} must hold one JSON object")
+    return value
+
+
+def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    """Replaces a JSON-lines file by ``records``."""
+    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def append_record(path: Path, record: dict[str, Any]) -> None:
+    """Adds one line to a JSON-lines file, in one write."""
+    with open(path, "a", encoding="utf-8", newline="\n") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a JSON-lines file; none if it is missing. A last line cut short by a kill is left out.
+
+    Raises:
+        ValueError: for any other malformed line, with its number.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            # Every complete line ends with a newline, so the text after the last one is a torn write.
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from None
+    return records
+
+
+def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) -> None:
+    """Checks, without touching anything, that a run may write into ``out``.
+
+    Raises:
+        ValueError: if ``out`` is a file, is not empty and neither option is given, is to be overwritten although no
+            run wrote it, or is to be resumed although there is nothing to resume.
+    """
+    if resume and overwrite:
+        raise ValueError("--resume and --overwrite exclude each other; give one")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out={str(out)!r} is a file; give a folder")
+    entries = [entry.name for entry in out.iterdir() if entry.name != _LOCK] if out.is_dir() else []
+    if resume:
+        if "config.json" not in entries:
+            raise ValueError(f"out={str(out)!r} holds no run to resume (no config.json); leave out --resume")
+    elif entries and not overwrite:
+        raise ValueError(
+            f"out={str(out)!r} is not empty; give another folder, --resume to continue the run in it or --overwrite "
+            "to delete that run"
+        )
+    if (resume or (overwrite and entries)) and "config.json" in entries:
+        found = read_json(out / "config.json").get("command")
+        if found != command:
+            raise ValueError(f"out={str(out)!r} was not written by lrmoe {command} (config.json says {found!r})")
+    elif overwrite and entries:
+        raise ValueError(f"out={str(out)!r} holds no run (no config.json), so --overwrite will not delete it")
+
+
+def clear_run(out: Path) -> None:
+    """Deletes what a run wrote in ``out``, and nothing else. ``config.json``, the mark of a run, goes last."""
+    for name in reversed(OWN_ENTRIES):
+        path = out / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Holds the folder for this process; the lock goes with the process, however it ends.
+
+    Raises:
+        ValueError: if another process is writing there.
+    """
+    try:
+        import fcntl
+    except ImportError:  # Windows has no advisory locks of this kind.
+        yield
+        return
+    with open(out / _LOCK, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(f"out={str(out)!r} is in use by another lrmoe process; wait for it or end it") from None
+        try:
+            yield
+        finally:
+            (out / _LOCK).unlink(missing_ok=True)

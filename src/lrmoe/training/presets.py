@@ -1,0 +1,110 @@
+"""Models to train: two architectures at a size for two CPU cores, or any checkpoint folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lrmoe.training.checkpoints import newest_checkpoint
+from lrmoe.training.tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer, load_tokenizer
+
+# What both presets share: 128 wide, 32 experts, 4 of them per token, so that the experts are most of the compute.
+_SHAPE: dict[str, Any] = {
+    "vocab_size": BYTE_VOCAB_SIZE,
+    "hidden_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 1024,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+    "use_cache": False,
+}
+
+
+def _qwen3_moe_tiny() -> Any:
+    """Softmax gate, four MoE layers. The load-balancing loss is on, with the coefficient of the architecture's own
+    config (0.001): without it a model this small leaves a third of its experts to a few per cent of the tokens."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        **_SHAPE,
+        intermediate_size=384,
+        moe_intermediate_size=128,
+        num_experts=32,
+        output_router_logits=True,
+        router_aux_loss_coef=0.001,
+    )
+
+
+def _glm4_moe_tiny() -> Any:
+    """Sigmoid gate with a selection bias, two of four expert groups per token, a shared expert, a dense first layer;
+    three MoE layers. No balancing loss, as the architecture has none."""
+    from transformers import Glm4MoeConfig
+
+    return Glm4MoeConfig(
+        **_SHAPE,
+        intermediate_size=384,
+        moe_intermediate_size=128,
+        n_routed_experts=32,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        use_qk_norm=True,
+        attention_bias=True,
+        num_mtp_layers=0,
+    )
+
+
+PRESETS: dict[str, Callable[[], Any]] = {"qwen3-moe-tiny": _qwen3_moe_tiny, "glm4-moe-tiny": _glm4_moe_tiny}
+
+
+def load_model(name: str, *, seed: int) -> tuple[nn.Module, Any]:
+    """A causal language model in float32, ready to be attached, and its tokenizer.
+
+    Args:
+        name: a preset, initialised from ``seed``; or a folder with a checkpoint in Transformers' format; or the folder
+            of a finished or interrupted ``lrmoe train`` run, whose newest checkpoint is taken. Nothing is downloaded.
+        seed: of a preset's initial weights. The global generator is left as it was.
+
+    Raises:
+        ValueError: if the name is neither, or the folder cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if name in PRESETS:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(PRESETS[name]()), byte_tokenizer()
+    given = Path(name)
+    if not given.is_dir():
+        raise ValueError(
+            f"model={name!r} is neither a preset ({', '.join(PRESETS)}) nor a folder with a checkpoint; "
+            "models are not downloaded"
+        )
+    folder = newest_checkpoint(given) or given
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model={name!r} holds no config.json; give a folder that save_pretrained wrote")
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # Whatever a broken or foreign folder makes the library raise.
+        raise ValueError(f"model={name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+    # from_pretrained only warns of these, and initialises or leaves out what does not match.
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if loading.get(kind):
+            keys = [str(key) for key in loading[kind]]
+            raise ValueError(
+                f"model={name!r} does not match its config.json: {len(keys)} {kind.replace('_', ' ')}, e.g. {keys[0]}"
+            )
+    return model, load_tokenizer(folder, model.config.get_text_config().vocab_size)

@@ -1,0 +1,269 @@
+"""One training run with Transformers' Trainer: prepared without touching a file, then carried out in its folder."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+
+import lrmoe
+from lrmoe.control import Recalibrator
+from lrmoe.hosts.transformers import RecalibrationCallback
+from lrmoe.training.checkpoints import newest_checkpoint
+from lrmoe.training.config import TrainConfig
+from lrmoe.training.files import check_out_folder, clear_run, locked, read_json, write_json
+from lrmoe.training.memory import measure_saved_bytes
+from lrmoe.training.presets import load_model
+from lrmoe.training.recorder import LossMeter, Progress, RunRecorder
+from lrmoe.training.summary import summarize
+from lrmoe.training.text import TokenText, TrainingOrder, ValidationSet, read_documents, tokenize
+
+
+@dataclass(kw_only=True, slots=True)
+class Prepared:
+    """A run that is ready to start: everything a user can get wrong has been checked."""
+
+    config: TrainConfig
+    out: Path
+    resume: bool
+    overwrite: bool
+    text: TokenText
+    model: nn.Module
+    tokenizer: Any
+    recal: Recalibrator
+
+
+def prepare(config: TrainConfig, out: Path, *, resume: bool = False, overwrite: bool = False) -> Prepared:
+    """Loads text and model, attaches the recalibration and checks the run folder; writes nothing.
+
+    Raises:
+        ValueError: naming what is wrong and the mend.
+    """
+    check_out_folder(out, command="train", resume=resume, overwrite=overwrite)
+    if resume:
+        stored = TrainConfig.from_dict(read_json(out / "config.json")["train"])
+        check_same_settings(stored.to_dict(), config.to_dict(), out)
+    documents = read_documents(config.text)
+    model, tokenizer = load_model(config.model, seed=config.seed)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and config.seq > limit:
+        raise ValueError(f"seq={config.seq} is longer than the model's max_position_embeddings={limit}; lower seq")
+    text = tokenize(documents, tokenizer, seq=config.seq, memorize_bytes=config.memorize_bytes)
+    if resume:
+        before, now = read_json(out / "config.json")["corpus"]["sha256"], text.describe()["sha256"]
+        if before != now:
+            raise ValueError(f"the text of out={str(out)!r} has changed since the run began; it cannot be resumed")
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    recal = lrmoe.attach(model, config.recalibration)
+    recal.set_total_steps(config.steps)
+    return Prepared(
+        config=config,
+        out=out,
+        resume=resume,
+        overwrite=overwrite,
+        text=text,
+        model=model,
+        tokenizer=tokenizer,
+        recal=recal,
+    )
+
+
+def check_same_settings(stored: dict[str, Any], given: dict[str, Any], out: Path) -> None:
+    """Raises ValueError, naming the fields, if a run is to be resumed with other settings than it began with."""
+    stored, given = ({**values, **values["recalibration"]} for values in (stored, given))
+    different = [f"{key}={stored[key]!r}, now {given[key]!r}" for key in stored if stored[key] != given[key]]
+    different = [text for text in different if not text.startswith("recalibration=")]
+    if different:
+        raise ValueError(
+            f"out={str(out)!r} was begun with {'; '.join(different)}; resume with the same settings or give another out"
+        )
+
+
+def train(prepared: Prepared, *, progress: Progress | None = None, report: bool = True) -> dict[str, Any]:
+    """Trains, and writes ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``tensorboard/``, ``summary.json`` and
+    ``report.html`` into the run folder.
+
+    Args:
+        prepared: from :func:`prepare`; used up.
+        progress: told of every step and every record.
+        report: whether to write ``report.html``.
+
+    Returns:
+        What ``summary.json`` holds.
+
+    Raises:
+        ValueError: if another process is writing into the folder.
+    """
+    out = prepared.out
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out), _threads(prepared.config.threads):
+        if prepared.overwrite:
+            clear_run(out)
+        if not prepared.resume:
+            write_json(out / "config.json", describe(prepared))
+        (out / "summary.json").unlink(missing_ok=True)
+        recorder = _run(prepared, progress)
+        summary = summarize(prepared.config, out, diverged_at=recorder.diverged_at)
+        summary["parameters"] = sum(p.numel() for p in prepared.model.parameters())
+        write_json(out / "summary.json", summary)
+        if report:
+            from lrmoe.report import write_report
+
+            write_report(out)
+    return summary
+
+
+def describe(prepared: Prepared) -> dict[str, Any]:
+    """What ``config.json`` holds: everything needed to repeat the run."""
+    return {
+        "command": "train",
+        "train": prepared.config.to_dict(),
+        "corpus": prepared.text.describe(),
+        "architecture": prepared.model.config.to_dict(),
+        "layers": list(prepared.recal.layers),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    return {
+        "lrmoe": lrmoe.__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "platform": f"{sys.platform} {platform.machine()}",
+    }
+
+
+def _run(prepared: Prepared, progress: Progress | None) -> RunRecorder:
+    config, out = prepared.config, prepared.out
+    checkpoint = newest_checkpoint(out) if prepared.resume else None
+    start = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
+    losses = LossMeter()
+    recalibration = RecalibrationCallback(prepared.recal)
+    recorder = RunRecorder(recalibration, out / "metrics.jsonl", losses, progress)
+    recorder.continue_from(start)
+    with _tensorboard(out, purge_step=start) as tensorboard:
+        trainer = _Trainer(
+            model=prepared.model,
+            args=_arguments(config, out),
+            train_dataset=TrainingOrder(
+                prepared.text.train_N,
+                seq=config.seq,
+                length=config.steps * config.batch * config.grad_accum,
+                seed=config.seed,
+            ),
+            eval_dataset=ValidationSet(
+                prepared.text.validation_N, seq=config.seq, sequences=config.eval_sequences
+            ),
+            processing_class=prepared.tokenizer,
+            callbacks=[recorder, tensorboard],
+        )
+        trainer.remove_callback(PrinterCallback)
+        recalibration.add_to(trainer)
+        trainer.watch(losses, recorder, [prepared.model.get_submodule(name) for name in prepared.recal.layers])
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    return recorder
+
+
+def _arguments(config: TrainConfig, out: Path) -> TrainingArguments:
+    arguments = TrainingArguments(
+        output_dir=str(out / "checkpoints"),
+        max_steps=config.steps,
+        per_device_train_batch_size=config.batch,
+        per_device_eval_batch_size=config.batch,
+        gradient_accumulation_steps=config.grad_accum,
+        learning_rate=config.lr,
+        lr_scheduler_type="constant_with_warmup" if config.lr_schedule == "constant" else config.lr_schedule,
+        warmup_steps=config.lr_warmup_steps,
+        weight_decay=config.weight_decay,
+        adam_beta2=0.95,
+        max_grad_norm=1.0,
+        bf16=config.bf16,
+        seed=config.seed,
+        # The dataset is the order; a sampler of the Trainer's own would make it depend on more than the seed.
+        train_sampling_strategy="sequential",
+        logging_steps=config.log_every,
+        # A loss that is not finite has to be seen, not averaged away.
+        logging_nan_inf_filter=False,
+        eval_strategy="steps",
+        eval_steps=config.eval_every,
+        prediction_loss_only=True,
+        save_steps=config.save_every,
+        save_total_limit=config.keep_checkpoints,
+        remove_unused_columns=False,
+        dataloader_pin_memory=False,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    # One device: with several GPUs in sight the Trainer would wrap the model in DataParallel.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
+
+
+class _Trainer(Trainer):  # type: ignore[misc]
+    """Transformers' Trainer; it tells the language-model loss from the balancing loss, leaves the latter out of
+    validations, and counts the first forward's saved bytes."""
+
+    def watch(self, losses: LossMeter, recorder: RunRecorder, moe_modules: list[nn.Module]) -> None:
+        self._losses = losses
+        self._recorder = recorder
+        self._moe_modules = moe_modules
+        self._measured = False
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        config = self.model.config.get_text_config()
+        balanced = bool(getattr(config, "output_router_logits", False))
+        if not model.training:
+            inputs = {**inputs, "output_router_logits": False} if balanced else inputs
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        measuring = nullcontext() if self._measured else measure_saved_bytes(self.model, self._moe_modules)
+        with measuring as saved:
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if not self._measured:
+            self._measured = True
+            self._recorder.saved_bytes = saved
+        balance = outputs.get("aux_loss") if balanced else None
+        share = loss.detach()
+        if balance is not None:
+            balance = balance.detach()
+            share = share - config.router_aux_loss_coef * balance
+        if not self.model_accepts_loss_kwargs:
+            share = share / self.args.gradient_accumulation_steps
+        self._losses.add(share, balance)
+        return (loss, outputs) if return_outputs else loss
+
+
+@contextmanager
+def _tensorboard(out: Path, *, purge_step: int) -> Iterator[TensorBoardCallback]:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(log_dir=str(out / "tensorboard"), purge_step=purge_step)
+    try:
+        yield TensorBoardCallback(writer)
+    finally:
+        writer.close()
+
+
+@contextmanager
+def _threads(threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
