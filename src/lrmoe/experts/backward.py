@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from lrmoe.config import Metric, RouterGrad, Save, Selector
 from lrmoe.experts import activations
@@ -91,30 +92,32 @@ def backward_pass(grad_TD: Tensor, saved: Saved, recipe: Recipe, needs: Needs, m
     """Gradients of (x, alpha, gate_up_proj, down_proj, gate_up_bias, down_bias); None where not needed."""
     # A gradient expanded from one number has stride 0, which grouped GEMMs refuse.
     grad_TD = grad_TD.contiguous()
-    ordered = _order_rows(saved)
-    segments = Segments.from_loads(saved.load_E, saved.pair_N.numel())
-    score_N = _scores(recipe.metric, grad_TD, saved, ordered, segments)
-    everything = bool((saved.quota_E == saved.load_E).all())
-    if everything:
-        kept = keep_all(segments)
-    else:
-        kept = select(
-            score_N,
-            segments,
-            saved.quota_E,
-            selector=recipe.selector,
-            position=saved.position,
-            error_budget=recipe.error_budget,
-        )
+    with record_function("lrmoe::select"):
+        ordered = _order_rows(saved)
+        segments = Segments.from_loads(saved.load_E, saved.pair_N.numel())
+        score_N = _scores(recipe.metric, grad_TD, saved, ordered, segments)
+        everything = bool((saved.quota_E == saved.load_E).all())
+        if everything:
+            kept = keep_all(segments)
+        else:
+            kept = select(
+                score_N,
+                segments,
+                saved.quota_E,
+                selector=recipe.selector,
+                position=saved.position,
+                error_budget=recipe.error_budget,
+            )
     if meter is not None or is_recording():
         _report(meter, kept, score_N, grad_TD, saved, recipe, ordered, segments)
-    rows = Rows(
-        ordered.row_N[kept.index_M],
-        ordered.pair_N[kept.index_M],
-        kept.count_E.cumsum(0).to(torch.int32),
-        # Every saved row, in its order: nothing to gather.
-        everything=everything and saved.token_mask_T is None,
-    )
+    with record_function("lrmoe::index"):
+        rows = Rows(
+            ordered.row_N[kept.index_M],
+            ordered.pair_N[kept.index_M],
+            kept.count_E.cumsum(0).to(torch.int32),
+            # Every saved row, in its order: nothing to gather.
+            everything=everything and saved.token_mask_T is None,
+        )
     return _gradients(grad_TD, saved, recipe, needs, rows, kept, ordered)
 
 

@@ -50,12 +50,8 @@ def add_to_tokens(rows_MD: Tensor, pair_M: Tensor, num_tokens: int, top_k: int) 
     count_T = torch.zeros(num_tokens, dtype=torch.int64, device=pair_M.device)
     count_T.index_add_(0, pair_M // top_k, torch.ones_like(pair_M))
     start_T = count_T.cumsum(0) - count_T
-    if rows_MD.dtype in (torch.float32, torch.float64):
-        return (
-            F.embedding_bag(row_M, rows_MD, start_T, mode="sum")
-            if num_tokens
-            else rows_MD.new_zeros(0, rows_MD.shape[1])
-        )
+    if num_tokens and rows_MD.dtype in (torch.float32, torch.float64):
+        return F.embedding_bag(row_M, rows_MD, start_T, mode="sum")
     out_TD = torch.zeros(num_tokens, rows_MD.shape[1], dtype=torch.float32, device=rows_MD.device)
     choice_M = torch.arange(pair_M.numel(), device=pair_M.device) - start_T[pair_M[row_M] // top_k]
     for k in range(top_k):
