@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 
@@ -108,7 +109,7 @@ class Meter:
     def read(self) -> dict[str, Any] | None:
         """Totals as plain numbers, or None if no backward ran: ``load`` and ``kept`` (lists, pairs per expert),
         ``kept_share``, ``kept_importance_share``, ``variance_share`` (V*/sum R), ``load_max_over_mean``,
-        ``backwards``, ``forward_seconds``, ``backward_seconds`` (host clock; CPU tensors only)."""
+        ``backwards``, ``forward_seconds``, ``backward_seconds`` (see :class:`Stopwatch`; CPU tensors only)."""
         if self._sums is None:
             return None
         s = self._sums
@@ -129,19 +130,23 @@ class Meter:
 
 
 class Stopwatch:
-    """Adds the host time of a block to a meter; free when there is none. CPU only: a GPU returns before it is done."""
+    """Adds the time of a block to a meter; free when there is none. CPU only: a GPU returns before it is done.
+
+    On one thread it is that thread's CPU time, which other processes on the machine do not stretch; on several, where
+    the waiting belongs to the work, wall time.
+    """
 
     def __init__(self, meter: Meter | None, field: str, on_cpu: bool) -> None:
         self._meter = meter if on_cpu else None
         self._field = field
+        self._now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def __enter__(self) -> None:
-        self._start = time.perf_counter()
+        self._start = self._now()
 
     def __exit__(self, *_: object) -> None:
         if self._meter is not None:
-            elapsed = time.perf_counter() - self._start
-            setattr(self._meter, self._field, getattr(self._meter, self._field) + elapsed)
+            setattr(self._meter, self._field, getattr(self._meter, self._field) + self._now() - self._start)
 
 
 _recordings: list[list[BackwardCall]] = []
