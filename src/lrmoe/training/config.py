@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from lrmoe.config import LRMoEConfig
 
-Schedule = Literal["cosine", "linear", "constant"]
+SCHEDULES = ("cosine", "linear", "constant")
 
 
 def _field(default: Any, text: str) -> Any:
@@ -32,7 +32,7 @@ class TrainConfig:
     seq: int = _field(128, "tokens per sequence")
     grad_accum: int = _field(1, "microbatches per optimizer step")
     lr: float = _field(2e-3, "peak learning rate of AdamW")
-    lr_schedule: Schedule = _field("cosine", "learning rate after its warm-up")
+    lr_schedule: Literal["cosine", "linear", "constant"] = _field("cosine", "learning rate after its warm-up")
     lr_warmup_steps: int = _field(20, "steps over which the learning rate rises from zero")
     weight_decay: float = _field(0.1, "AdamW's weight decay")
     seed: int = _field(0, "of the initial weights, the data order and the selection's draws")
@@ -68,8 +68,8 @@ class TrainConfig:
                 raise ValueError(f"{name}={value!r} must be a finite number >= 0")
         if self.lr == 0:
             raise ValueError("lr=0 trains nothing; give a number above 0")
-        if self.lr_schedule not in get_args(Schedule):
-            raise ValueError(f"lr_schedule={self.lr_schedule!r} is not known; choose one of {_list(Schedule)}")
+        if self.lr_schedule not in SCHEDULES:
+            raise ValueError(f"lr_schedule={self.lr_schedule!r} is not known; choose one of {', '.join(SCHEDULES)}")
         if self.save_every % self.log_every and self.save_every < self.steps:
             raise ValueError(
                 f"save_every={self.save_every} must be a multiple of log_every={self.log_every}, so that a resumed run "
@@ -99,10 +99,6 @@ class TrainConfig:
         except TypeError as error:
             raise ValueError(f"recalibration settings are not of this version of lrmoe: {error}") from None
         return cls(**{**values, "recalibration": recalibration})
-
-
-def _list(literal: Any) -> str:
-    return ", ".join(get_args(literal))
 
 
 def _count(name: str, value: object, least: int) -> None:

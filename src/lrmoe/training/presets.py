@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lrmoe.training.checkpoints import newest_checkpoint
 from lrmoe.training.tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer, load_tokenizer
@@ -68,7 +68,7 @@ def _glm4_moe_tiny() -> Any:
 PRESETS: dict[str, Callable[[], Any]] = {"qwen3-moe-tiny": _qwen3_moe_tiny, "glm4-moe-tiny": _glm4_moe_tiny}
 
 
-def load_model(name: str, *, seed: int) -> tuple[nn.Module, Any]:
+def load_model(name: str, *, seed: int) -> tuple[PreTrainedModel, Any]:
     """A causal language model in float32, ready to be attached, and its tokenizer.
 
     Args:
@@ -79,8 +79,6 @@ def load_model(name: str, *, seed: int) -> tuple[nn.Module, Any]:
     Raises:
         ValueError: if the name is neither, or the folder cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM
-
     if name in PRESETS:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

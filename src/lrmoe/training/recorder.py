@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,7 +95,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]
         step = state.global_step
         means = self._losses.take(step - self._last_step)
         logs["loss"] = means["loss"]
-        metrics = dict(self._recalibration.metrics)
+        metrics = dict(self._recalibration.metrics or {})
         layers = metrics.pop("layers")
         record = {
             **metrics,
@@ -108,7 +109,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]
             record["saved_bytes"] = {"moe": self.saved_bytes.moe, "model": self.saved_bytes.model}
             self.saved_bytes = None
         self._last_step = step
-        if not means["loss"] - means["loss"] == 0:
+        if not math.isfinite(means["loss"]):
             self.diverged_at = step
             control.should_training_stop = True
         self._pending = record

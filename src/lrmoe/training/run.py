@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PrinterCallback, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 import lrmoe
@@ -30,63 +30,80 @@ from lrmoe.training.text import TokenText, TrainingOrder, ValidationSet, read_do
 
 
 @dataclass(kw_only=True, slots=True)
+class Loaded:
+    """What a run trains on and with; everything a user can get wrong in it has been checked."""
+
+    text: TokenText
+    model: PreTrainedModel
+    tokenizer: Any
+    recal: Recalibrator
+
+
+@dataclass(kw_only=True, slots=True)
 class Prepared:
-    """A run that is ready to start: everything a user can get wrong has been checked."""
+    """A run that is ready to start."""
 
     config: TrainConfig
     out: Path
     resume: bool
     overwrite: bool
-    text: TokenText
-    model: nn.Module
-    tokenizer: Any
-    recal: Recalibrator
+    loaded: Loaded
 
 
-def prepare(config: TrainConfig, out: Path, *, resume: bool = False, overwrite: bool = False) -> Prepared:
-    """Loads text and model, attaches the recalibration and checks the run folder; writes nothing.
+def load(config: TrainConfig) -> Loaded:
+    """Loads text and model and attaches the recalibration.
 
     Raises:
         ValueError: naming what is wrong and the mend.
     """
-    check_out_folder(out, command="train", resume=resume, overwrite=overwrite)
-    if resume:
-        stored = TrainConfig.from_dict(read_json(out / "config.json")["train"])
-        check_same_settings(stored.to_dict(), config.to_dict(), out)
     documents = read_documents(config.text)
     model, tokenizer = load_model(config.model, seed=config.seed)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and config.seq > limit:
         raise ValueError(f"seq={config.seq} is longer than the model's max_position_embeddings={limit}; lower seq")
     text = tokenize(documents, tokenizer, seq=config.seq, memorize_bytes=config.memorize_bytes)
-    if resume:
-        before, now = read_json(out / "config.json")["corpus"]["sha256"], text.describe()["sha256"]
-        if before != now:
-            raise ValueError(f"the text of out={str(out)!r} has changed since the run began; it cannot be resumed")
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    recal = lrmoe.attach(model, config.recalibration)
-    recal.set_total_steps(config.steps)
-    return Prepared(
-        config=config,
-        out=out,
-        resume=resume,
-        overwrite=overwrite,
-        text=text,
-        model=model,
-        tokenizer=tokenizer,
-        recal=recal,
-    )
+    return Loaded(text=text, model=model, tokenizer=tokenizer, recal=lrmoe.attach(model, config.recalibration))
+
+
+def prepare(config: TrainConfig, out: Path, *, resume: bool = False, overwrite: bool = False) -> Prepared:
+    """Checks the run folder and loads what the run needs; writes nothing.
+
+    Raises:
+        ValueError: naming what is wrong and the mend.
+    """
+    check_out_folder(out, command="train", resume=resume, overwrite=overwrite)
+    stored = read_json(out / "config.json") if resume else None
+    if stored is not None:
+        check_same_settings(stored["train"], config.to_dict(), out)
+    loaded = load(config)
+    if stored is not None:
+        check_same_corpus(stored["corpus"], loaded.text.describe(), out)
+    return Prepared(config=config, out=out, resume=resume, overwrite=overwrite, loaded=loaded)
 
 
 def check_same_settings(stored: dict[str, Any], given: dict[str, Any], out: Path) -> None:
-    """Raises ValueError, naming the fields, if a run is to be resumed with other settings than it began with."""
+    """Checks that a run is resumed with the settings it began with; only the number of threads may change.
+
+    Raises:
+        ValueError: naming the fields that differ.
+    """
     stored, given = ({**values, **values["recalibration"]} for values in (stored, given))
-    different = [f"{key}={stored[key]!r}, now {given[key]!r}" for key in stored if stored[key] != given[key]]
-    different = [text for text in different if not text.startswith("recalibration=")]
+    keys = [key for key in {**stored, **given} if key not in ("recalibration", "threads")]
+    different = [f"{k}={stored.get(k)!r}, now {given.get(k)!r}" for k in keys if stored.get(k) != given.get(k)]
     if different:
         raise ValueError(
             f"out={str(out)!r} was begun with {'; '.join(different)}; resume with the same settings or give another out"
+        )
+
+
+def check_same_corpus(stored: dict[str, Any], given: dict[str, Any], out: Path) -> None:
+    """Raises ValueError if the text is not the one the run began with."""
+    if stored["sha256"] != given["sha256"]:
+        raise ValueError(
+            f"the text is not the one out={str(out)!r} was begun with ({stored['source']}, {stored['bytes']} bytes); "
+            "bring it back, or start anew with --overwrite"
         )
 
 
@@ -115,7 +132,7 @@ def train(prepared: Prepared, *, progress: Progress | None = None, report: bool 
         (out / "summary.json").unlink(missing_ok=True)
         recorder = _run(prepared, progress)
         summary = summarize(prepared.config, out, diverged_at=recorder.diverged_at)
-        summary["parameters"] = sum(p.numel() for p in prepared.model.parameters())
+        summary["parameters"] = sum(p.numel() for p in prepared.loaded.model.parameters())
         write_json(out / "summary.json", summary)
         if report:
             from lrmoe.report import write_report
@@ -129,9 +146,9 @@ def describe(prepared: Prepared) -> dict[str, Any]:
     return {
         "command": "train",
         "train": prepared.config.to_dict(),
-        "corpus": prepared.text.describe(),
-        "architecture": prepared.model.config.to_dict(),
-        "layers": list(prepared.recal.layers),
+        "corpus": prepared.loaded.text.describe(),
+        "architecture": prepared.loaded.model.config.to_dict(),
+        "layers": list(prepared.loaded.recal.layers),
         "versions": versions(),
     }
 
@@ -147,32 +164,30 @@ def versions() -> dict[str, str]:
 
 
 def _run(prepared: Prepared, progress: Progress | None) -> RunRecorder:
-    config, out = prepared.config, prepared.out
+    config, out, loaded = prepared.config, prepared.out, prepared.loaded
     checkpoint = newest_checkpoint(out) if prepared.resume else None
     start = 0 if checkpoint is None else int(checkpoint.name.rpartition("-")[2])
     losses = LossMeter()
-    recalibration = RecalibrationCallback(prepared.recal)
+    recalibration = RecalibrationCallback(loaded.recal)
     recorder = RunRecorder(recalibration, out / "metrics.jsonl", losses, progress)
     recorder.continue_from(start)
     with _tensorboard(out, purge_step=start) as tensorboard:
         trainer = _Trainer(
-            model=prepared.model,
+            model=loaded.model,
             args=_arguments(config, out),
             train_dataset=TrainingOrder(
-                prepared.text.train_N,
+                loaded.text.train_N,
                 seq=config.seq,
                 length=config.steps * config.batch * config.grad_accum,
                 seed=config.seed,
             ),
-            eval_dataset=ValidationSet(
-                prepared.text.validation_N, seq=config.seq, sequences=config.eval_sequences
-            ),
-            processing_class=prepared.tokenizer,
+            eval_dataset=ValidationSet(loaded.text.validation_N, seq=config.seq, sequences=config.eval_sequences),
+            processing_class=loaded.tokenizer,
             callbacks=[recorder, tensorboard],
         )
         trainer.remove_callback(PrinterCallback)
         recalibration.add_to(trainer)
-        trainer.watch(losses, recorder, [prepared.model.get_submodule(name) for name in prepared.recal.layers])
+        trainer.watch(losses, recorder, [loaded.model.get_submodule(name) for name in loaded.recal.layers])
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     return recorder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ LAST_STEPS = 50
 def summarize(config: TrainConfig, out: Path, *, diverged_at: int | None) -> dict[str, Any]:
     """What ``summary.json`` holds.
 
-    ``eval_loss`` is the last validation's; ``train_loss`` the mean over the last 50 steps; shares are means over the
-    run; ``forward_seconds`` and ``backward_seconds`` those of all MoE layers in one optimizer step, the median over
-    log intervals (None where none was measured); ``saved_bytes`` of one microbatch's forward.
+    ``eval_loss`` is the last validation's, NaN for a run that diverged; ``train_loss`` the mean over the last 50 steps;
+    shares are means over the run; ``forward_seconds`` and ``backward_seconds`` those of all MoE layers in one optimizer
+    step, the median over log intervals (None where none was measured); ``saved_bytes`` of one microbatch's forward.
     """
     every_record = read_records(out / "metrics.jsonl")
     records = [record for record in every_record if "loss" in record]
@@ -41,6 +42,8 @@ def summarize(config: TrainConfig, out: Path, *, diverged_at: int | None) -> dic
     summary["saved_bytes"] = next((record["saved_bytes"] for record in records if "saved_bytes" in record), None)
     summary["checkpoint"] = None if checkpoint is None else str(checkpoint.relative_to(out))
     summary["diverged_at"] = diverged_at
+    if diverged_at is not None:
+        summary["eval_loss"] = math.nan
     return summary
 
 

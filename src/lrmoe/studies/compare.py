@@ -1,0 +1,211 @@
+"""Paired training runs: the same weights and the same data in the same order, told apart by their recalibration."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.studies.compare_table import make_rows, markdown
+from lrmoe.studies.jobs import Job, Progress, run_jobs
+from lrmoe.studies.variants import Variant
+from lrmoe.training.config import TrainConfig
+from lrmoe.training.files import (
+    check_out_folder,
+    clear_run,
+    locked,
+    read_json,
+    read_records,
+    write_json,
+    write_records,
+    write_text,
+)
+from lrmoe.training.run import check_same_corpus, check_same_settings, load, versions
+
+_FINISHED = "summary.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompareConfig:
+    """A comparison.
+
+    Args:
+        train: what all runs share; ``seed`` is replaced by each of ``seeds``, ``recalibration`` is what the variants
+            change, ``memorize_bytes`` applies to the compared runs and not to the pretraining.
+        variants: at least one with ``drop=0``, which the others are compared with; it runs through the same operator.
+        seeds: distinct; each gives initial weights, data order and draws.
+        pretrain_steps: if above 0, each seed first trains so many steps at ``drop=0`` on the whole text, and all
+            variants go on from there.
+        jobs: runs at a time; above 1 each is a process with ``train.threads`` or 1 thread.
+
+    Raises:
+        ValueError: naming what is wrong.
+    """
+
+    train: TrainConfig
+    variants: tuple[Variant, ...]
+    seeds: tuple[int, ...] = (0, 1, 2)
+    pretrain_steps: int = 0
+    jobs: int = 1
+    baseline: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds={list(self.seeds)} must be one or more different integers")
+        for name, least in (("pretrain_steps", 0), ("jobs", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name}={value!r} must be an integer >= {least}")
+        exact = [v.name for v in self.variants if v.config(self.train.recalibration).drop == 0]
+        if not exact:
+            raise ValueError('no variant has drop=0, to compare the others with; add "C0: drop=0"')
+        object.__setattr__(self, "baseline", exact[0])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values. ``jobs`` is left out: it changes when runs are done, not what they give."""
+        return {
+            "train": self.train.to_dict(),
+            "variants": [v.to_dict() for v in self.variants],
+            "seeds": list(self.seeds),
+            "pretrain_steps": self.pretrain_steps,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedComparison:
+    """A comparison whose settings, text, model and folder have been checked."""
+
+    config: CompareConfig
+    out: Path
+    resume: bool
+    overwrite: bool
+    corpus: dict[str, Any]
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of all runs that are not finished yet."""
+        jobs = [*_pretrain_jobs(self.config, self.out), *_variant_jobs(self.config, self.out)]
+        return sum(job.config.steps for job in jobs if self.overwrite or not _is_finished(job))
+
+
+def prepare_comparison(
+    config: CompareConfig, out: Path, *, resume: bool = False, overwrite: bool = False
+) -> PreparedComparison:
+    """Checks everything a user can get wrong; writes nothing.
+
+    Raises:
+        ValueError: naming what is wrong and the mend.
+    """
+    check_out_folder(out, command="compare", resume=resume, overwrite=overwrite)
+    # What can be wrong is the same for all runs, so the first seed's are tried.
+    corpus = load(replace(config.train, seed=config.seeds[0])).text.describe()
+    if config.pretrain_steps:
+        load(_pretrain_config(config, config.seeds[0]))
+    if resume:
+        stored = read_json(out / "config.json")
+        check_same_settings(stored["train"], config.train.to_dict(), out)
+        for key, value in config.to_dict().items():
+            if key != "train" and stored[key] != value:
+                raise ValueError(
+                    f"out={str(out)!r} was begun with {key}={stored[key]!r}, now {value!r}; resume with the same "
+                    "settings or give another out"
+                )
+        check_same_corpus(stored["corpus"], corpus, out)
+    return PreparedComparison(config=config, out=out, resume=resume, overwrite=overwrite, corpus=corpus)
+
+
+def compare(prepared: PreparedComparison, *, progress: Progress = lambda *_: None) -> dict[str, Any]:
+    """Trains what is not finished yet and writes ``config.json``, ``metrics.jsonl`` (every run's lines, with
+    ``variant`` and ``seed``), ``summary.json``, ``table.md`` and ``report.html``; each run keeps its own folder under
+    ``runs/``.
+
+    Returns:
+        What ``summary.json`` holds.
+
+    Raises:
+        ValueError: if another process is writing into the folder.
+    """
+    config, out = prepared.config, prepared.out
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        if prepared.overwrite:
+            clear_run(out)
+        if not prepared.resume:
+            settings = {**config.to_dict(), "corpus": prepared.corpus, "versions": versions()}
+            write_json(out / "config.json", {"command": "compare", **settings})
+        pretrain = [job for job in _pretrain_jobs(config, out) if not _is_finished(job)]
+        run_jobs(pretrain, parallel=config.jobs, progress=progress)
+        runs = _variant_jobs(config, out)
+        run_jobs([job for job in runs if not _is_finished(job)], parallel=config.jobs, progress=progress)
+        for job in runs:
+            # A finished run is told by its records; its weights are only needed while it can still be interrupted.
+            shutil.rmtree(job.out / "checkpoints", ignore_errors=True)
+        return _write_results(config, out)
+
+
+def _write_results(config: CompareConfig, out: Path) -> dict[str, Any]:
+    summaries: dict[str, list[dict[str, Any]]] = {}
+    lines: list[dict[str, Any]] = []
+    for variant in config.variants:
+        for seed in config.seeds:
+            folder = _run_folder(out, variant, seed)
+            summaries.setdefault(variant.name, []).append(read_json(folder / _FINISHED))
+            records = read_records(folder / "metrics.jsonl")
+            lines += [{"variant": variant.name, "seed": seed, **record} for record in records]
+    rows = make_rows(summaries, config.baseline)
+    summary = {"command": "compare", "baseline": config.baseline, "seeds": list(config.seeds), "rows": rows}
+    write_records(out / "metrics.jsonl", lines)
+    write_text(out / "table.md", markdown(rows, config.baseline))
+    write_json(out / "summary.json", summary)
+    from lrmoe.report import write_report
+
+    write_report(out)
+    return summary
+
+
+def _run_folder(out: Path, variant: Variant, seed: int) -> Path:
+    return out / "runs" / variant.folder / f"seed-{seed}"
+
+
+def _pretrained_folder(out: Path, seed: int) -> Path:
+    return out / "pretrained" / f"seed-{seed}"
+
+
+def _pretrain_config(config: CompareConfig, seed: int) -> TrainConfig:
+    exact = LRMoEConfig(drop=0.0)
+    steps = max(1, config.pretrain_steps)
+    return replace(_worker_config(config, seed), steps=steps, memorize_bytes=None, recalibration=exact)
+
+
+def _pretrain_jobs(config: CompareConfig, out: Path) -> Sequence[Job]:
+    if not config.pretrain_steps:
+        return []
+    return [
+        Job(name=f"pretrain, seed {seed}", config=_pretrain_config(config, seed), out=_pretrained_folder(out, seed))
+        for seed in config.seeds
+    ]
+
+
+def _variant_jobs(config: CompareConfig, out: Path) -> list[Job]:
+    """Seed by seed, so that an interrupted comparison has whole seeds to show."""
+    jobs = []
+    for seed in config.seeds:
+        common = _worker_config(config, seed)
+        if config.pretrain_steps:
+            common = replace(common, model=str(_pretrained_folder(out, seed)))
+        for variant in config.variants:
+            run = replace(common, recalibration=variant.config(common.recalibration))
+            jobs.append(Job(name=f"{variant.name}, seed {seed}", config=run, out=_run_folder(out, variant, seed)))
+    return jobs
+
+
+def _worker_config(config: CompareConfig, seed: int) -> TrainConfig:
+    threads = config.train.threads or (1 if config.jobs > 1 else None)
+    return replace(config.train, seed=seed, threads=threads, keep_checkpoints=1)
+
+
+def _is_finished(job: Job) -> bool:
+    return (job.out / _FINISHED).exists()

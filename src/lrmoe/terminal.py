@@ -1,0 +1,83 @@
+"""What a person sees while and after something runs: progress bars and tables, with rich."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+console = Console(highlight=False, soft_wrap=True)
+
+
+class Steps(Protocol):
+    """Told of every step and every record of a run; ``name`` is empty where there is one run only."""
+
+    def __call__(self, name: str, step: int, record: Mapping[str, Any] | None) -> None: ...
+
+
+@contextmanager
+def progress_bar(label: str, total: int) -> Iterator[Steps]:
+    """A bar over all optimizer steps, with the last loss and kept share beside it.
+
+    Where the output is no terminal, a line is printed for each validation instead.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[state]}"),
+    )
+    done: dict[str, int] = {}
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task(escape(label), total=total, state="")
+
+        def update(name: str, step: int, record: Mapping[str, Any] | None) -> None:
+            done[name] = step
+            bar.update(task, completed=sum(done.values()))
+            if record is None:
+                return
+            state = _state(name, record)
+            bar.update(task, state=escape(state))
+            if not console.is_terminal and "eval_loss" in record:
+                console.print(escape(f"step {step}: {state}"))
+
+        yield update
+
+
+def _state(name: str, record: Mapping[str, Any]) -> str:
+    parts = [name] if name else []
+    for key, label, digits in (("loss", "loss", 3), ("eval_loss", "validation", 3)):
+        if key in record:
+            parts.append(f"{label} {record[key]:.{digits}f}")
+    if "kept_share" in record:
+        parts.append(f"kept {100 * record['kept_share']:.1f} %")
+    return "  ".join(parts)
+
+
+def print_summary(title: str, values: Sequence[tuple[str, str]]) -> None:
+    """A two-column table."""
+    table = Table(title=escape(title), show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in values:
+        table.add_row(escape(name), escape(value))
+    console.print(table)
+
+
+def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> None:
+    """A table with its first column to the left and numbers to the right, and a note below."""
+    table = Table(header_style="bold", caption=escape(note), caption_justify="left")
+    for position, heading in enumerate(headings):
+        table.add_column(escape(heading), justify="right" if position else "left")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    # A table wider than the screen would lose letters of its numbers; without a screen, it may be as wide as it is.
+    wide = Console(highlight=False, width=None if console.is_terminal else 240)
+    wide.print(table)
