@@ -121,6 +121,7 @@ class Recalibrator:
         self._undo = [
             host.bind(model, {name: self.layers[name] for name in layers}) for host, layers in found if layers
         ]
+        self._own = {name for host, layers in found if isinstance(host, _OwnLayers) for name in layers}
         self._mask_place = _place_of_mask(model)
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
         if optimizer is not None:
@@ -235,11 +236,12 @@ class Recalibrator:
         if self._config.final_dense_steps and self.clock.config.total_steps is None:
             drop_at(self._config, self.clock.step)  # Raises, saying what is missing.
         self.clock.position_3[2].add_(1)
-        if self.config.drop == 0.0:
-            return
         mask = _padding_mask(args, kwargs, self._mask_place)
-        for control in self.layers.values():
-            control.token_mask_T = mask
+        for name, control in self.layers.items():
+            # With nothing to drop a host's experts keep its gradients, those of padding included. An lrmoe.MoE leaves
+            # padding out of its loads and auxiliary losses whatever the drop, so that runs can be compared.
+            if self.config.drop > 0.0 or name in self._own:
+                control.token_mask_T = mask
 
 
 def _place_of_mask(model: nn.Module) -> int | None:

@@ -18,9 +18,13 @@ from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.experts.operator import controlled_experts
 from lrmoe.routing import Gate, TopKRouter, require_size, require_token_mask
 
+# Stands in for a layer's control in evaluation mode.
+_EXACT = LayerControl(Clock(LRMoEConfig(drop=0.0)), name="evaluation")
+
 
 class MoE(nn.Module):
-    """Replaces a transformer's feed-forward block. Full forward; backward as ``config`` says.
+    """Replaces a transformer's feed-forward block. Full forward; backward as ``config`` says in training mode, exact in
+    evaluation mode.
 
     Auxiliary losses need no collecting: the backward of the layer's output adds their gradient, times
     :meth:`set_aux_loss_scale`'s factor, once per forward trained on. The loss you print does not include them.
@@ -148,16 +152,18 @@ class MoE(nn.Module):
             routing.topk_weights_TK,
             self.experts.gate_up_proj,
             self.experts.down_proj,
-            control=self.control,
+            control=self.control if self.training else _EXACT,
             activation=self.activation,
             gate_up_bias=self.experts.gate_up_bias,
             down_bias=self.experts.down_bias,
             token_mask_T=token_mask_T,
         )
         if self.shared_expert is not None:
-            shared_TD = self.shared_expert(x_TD)
+            # The dtype of the products is that of the weights, as in the routed experts, or autocast's.
+            shared_x_TD = x_TD.to(self.shared_expert.down_proj.weight.dtype)
+            shared_TD = self.shared_expert(shared_x_TD)
             if self.shared_expert_gate is not None:
-                shared_TD = shared_TD * torch.sigmoid(self.shared_expert_gate(x_TD))
+                shared_TD = shared_TD * torch.sigmoid(self.shared_expert_gate(shared_x_TD))
             out_TD = out_TD + shared_TD
         out_TD = out_TD.to(x.dtype)
         if routing.aux_loss is not None and routing.aux_loss.requires_grad:
@@ -179,9 +185,9 @@ class MoE(nn.Module):
     def update_selection_bias(self) -> None:
         """Updates the router's selection bias from the loads of all forwards trained on since the last update.
 
-        ``step`` does it; call it only to update at other times. Loads are counted when a backward runs, so neither
-        evaluation nor the recomputation of activation checkpointing is counted. Does nothing without a selection
-        bias, or where no backward ran.
+        ``step`` does it; call it only to update at other times. Loads are counted when a backward runs in training
+        mode, so neither evaluation nor the recomputation of activation checkpointing is counted. Does nothing without
+        a selection bias, or where no backward ran.
         """
         if self.router.selection_bias is None:
             return
@@ -214,11 +220,11 @@ class MoE(nn.Module):
         return f"activation={self.activation}, drop={self.control.config.drop}, selector={self.control.config.selector}"
 
     def _models_mask(self, num_tokens: int) -> Tensor | None:
-        """The padding mask that the recalibrator read off the model's arguments, while it belongs to this forward."""
+        """The padding mask that the recalibrator read off the model's arguments, where it is about these tokens."""
         mask_T = self.control.token_mask_T
         if mask_T is None or not (self.training and torch.is_grad_enabled()) or mask_T.shape[0] != num_tokens:
             return None
-        return mask_T
+        return mask_T.to(self.router.weight.device)
 
 
 class _Experts(nn.Module):
@@ -276,11 +282,11 @@ class _SharedExpert(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Linear(dim, 2 * expert_dim, bias=False, device=device, dtype=dtype)
         self.down_proj = nn.Linear(expert_dim, dim, bias=False, device=device, dtype=dtype)
-        self._activation = activation
+        self.activation = activations.get(activation)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        activation = activations.get(self._activation)
-        out_TD: Tensor = self.down_proj(activation.forward(*activation.split(self.gate_up_proj(x_TD))))
+        gate_TS, up_TS = self.activation.split(self.gate_up_proj(x_TD))
+        out_TD: Tensor = self.down_proj(self.activation.forward(gate_TS, up_TS))
         return out_TD
 
     def reset_parameters(self) -> None:

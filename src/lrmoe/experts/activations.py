@@ -29,6 +29,10 @@ class Activation:
     backward: _Backward
     interleaved: bool = False
 
+    def __reduce__(self) -> tuple[Callable[[str], Activation], tuple[str]]:
+        # Copied and pickled by name: its functions are closures.
+        return get, (self.name,)
+
     def split(self, h_N2F: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the gate and the up columns."""
         if self.interleaved:
