@@ -24,7 +24,7 @@ _DEPTH = ("#e0a100", "#d1752b", "#bd4f5a", "#974584", "#6b469a", "#454a9c", "#25
 
 def axis(title: str, **more: Any) -> Figure:
     return {
-        "title": {"text": title, "font": {"size": 13, "color": MUTED}, "standoff": 10},
+        "title": {"text": title, "font": {"size": 13, "color": MUTED}, "standoff": 12},
         "gridcolor": GRID,
         "zerolinecolor": GRID,
         "linecolor": "#aeb6c2",
@@ -40,7 +40,7 @@ def layout(x_title: str, y_title: str, **more: Any) -> Figure:
         "font": {"family": FONT, "size": 13, "color": INK},
         "paper_bgcolor": "#ffffff",
         "plot_bgcolor": "#ffffff",
-        "margin": {"l": 56, "r": 12, "t": 12, "b": 48},
+        "margin": {"l": 56, "r": 12, "t": 12, "b": 40},
         "height": 320,
         "hovermode": "x unified",
         "hoverlabel": {"font": {"size": 12}, "bgcolor": "#ffffff", "bordercolor": "#c3cad5"},
@@ -164,16 +164,23 @@ def single_loss(training: Training) -> Figure | None:
     if any(value is not None for value in series.finite(loss)):
         smoothed = line(steps, series.smooth(loss), train, "training loss", digits=4)
         if len(loss) >= 50:  # below that the smoothing window is one point
-            logged = line(steps, series.finite(loss), Look(colour="#b3cde0", dash="solid"), "as logged", digits=4, width=1)
+            logged = line(
+                steps, series.finite(loss), Look(colour="#b3cde0", dash="solid"), "as logged", digits=4, width=1
+            )
             data.append(logged)
             smoothed["name"] = "training loss, smoothed"
         data.append(smoothed)
     if any(value is not None for value in series.finite(eval_loss)):
         curve = line(eval_steps, series.finite(eval_loss), valid, "validation loss", digits=4)
-        data.append(curve | {"mode": "lines+markers", "marker": {"color": valid.colour, "size": 7, "symbol": "diamond"}})
+        data.append(
+            curve | {"mode": "lines+markers", "marker": {"color": valid.colour, "size": 7, "symbol": "diamond"}}
+        )
     if not data:
         return None
-    return {"data": data, "layout": layout("optimizer step", LOSS_UNIT, showlegend=True, legend=_TOP_LEGEND, height=380)}
+    return {
+        "data": data,
+        "layout": layout("optimizer step", LOSS_UNIT, showlegend=True, legend=_TOP_LEGEND, height=380),
+    }
 
 
 def share_per_layer(trainings: list[Training], column: str, y_title: str, *, whole_range: bool) -> Figure | None:
@@ -201,7 +208,10 @@ def share_per_layer(trainings: list[Training], column: str, y_title: str, *, who
         data.append(line(curve.steps, curve.mean, look, label, digits=2, width=width))
         data[-1]["hovertemplate"] += " %"
     frame = layout("optimizer step", y_title, showlegend=True, legend=_TOP_LEGEND)
-    frame["yaxis"] |= {"range": [0, 103]} if whole_range else {}
+    lowest = min(value for _, curve in shown for value in curve.mean if value is not None)
+    bottom = 0.0 if whole_range else lowest - max(0.05, 0.08 * (100 - lowest))
+    # A little room above 100 %, so that a line there is seen whole.
+    frame["yaxis"] |= {"range": [bottom, 100 + 0.03 * (100 - bottom)]}
     return {"data": data, "layout": frame}
 
 
@@ -241,16 +251,15 @@ def time_bars(names: list[str], forward: list[float], backward: list[float]) -> 
             "name": name,
             "marker": {"color": colour},
             "text": [f"{value:,.1f} ms" for value in values],
-            "textposition": "outside",
-            "cliponaxis": False,
+            "textposition": "auto",
+            "insidetextanchor": "end",
             "hovertemplate": f"%{{y}}<br>{name}: %{{x:,.2f}} ms a step<extra></extra>",
         }
 
-    longest = max([*forward, *backward], default=0.0)
+    longest = max(*forward, *backward)
     frame = layout("milliseconds a step", "", showlegend=True, legend=_TOP_LEGEND | {"traceorder": "normal"})
     frame |= {"barmode": "group", "bargap": 0.35, "bargroupgap": 0.08, "hovermode": "closest"}
     frame["height"] = 110 + 56 * len(names)
-    # Room for the number at the end of the longest bar.
-    frame["xaxis"] |= {"range": [0, 1.25 * longest or 1], "tickformat": "~r"}
+    frame["xaxis"] |= {"range": [0, 1.05 * longest], "tickformat": ",~r"}
     frame["yaxis"] |= {"autorange": "reversed", "type": "category", "ticksuffix": "  "}
     return {"data": [bars(forward, "forward", "#a9b4c4"), bars(backward, "backward", NEUTRAL)], "layout": frame}

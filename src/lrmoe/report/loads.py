@@ -18,12 +18,13 @@ MAX_FRAMES = 60
 def load_maps(trainings: list[Training]) -> list[dict[str, Any]]:
     """One object for each training that logged loads, JSON-able::
 
-        {"variant": str, "seed": int,         # variant escaped
-         "layers": [str], "names": [str],     # short and whole names, escaped
-         "steps": [int],                      # of the frames
-         "frames": [[[int]]],                 # frame, layer, expert: pairs since the log before; [] where not logged
-         "total": [[int]],                    # layer, expert: pairs over all logged steps
-         "logged": int}                       # logged steps, of which the frames are an even choice
+    {"variant": str, "seed": int,         # variant escaped
+     "layers": [str], "names": [str],     # short and whole names, escaped
+     "steps": [int],                      # of the frames
+     "frames": [[[int]]],                 # frame, layer, expert: pairs since the log before; [] where not logged
+     "total": [[int]],                    # layer, expert: pairs over all logged steps
+     "top": float,                        # the largest load over its layer's mean, in any frame and in total
+     "logged": int}                       # logged steps, of which the frames are an even choice
     """
     loaded = [(training, _points(training)) for training in trainings]
     loaded = [(training, points) for training, points in loaded if points]
@@ -34,6 +35,8 @@ def load_maps(trainings: list[Training]) -> list[dict[str, Any]]:
         a_frame = sum(widths.values())
         frames = max(2, min(MAX_FRAMES, MAX_COUNTS // (len(loaded) * max(1, a_frame))))
         chosen = _evenly(points, frames)
+        shown = [[_load(point, name) for name in names] for point in chosen]
+        total = [_total(points, name, widths[name]) for name in names]
         maps.append(
             {
                 "variant": escape(training.variant),
@@ -41,8 +44,9 @@ def load_maps(trainings: list[Training]) -> list[dict[str, Any]]:
                 "layers": [escape(name) for name in short_layer_names(names)],
                 "names": [escape(name) for name in names],
                 "steps": [point.step for point in chosen],
-                "frames": [[_load(point, name) for name in names] for point in chosen],
-                "total": [_total(points, name, widths[name]) for name in names],
+                "frames": shown,
+                "total": total,
+                "top": max(_skew(load) for layers in [*shown, total] for load in layers),
                 "logged": len(points),
             }
         )
@@ -64,6 +68,10 @@ def _total(points: list[Point], name: str, width: int) -> list[int]:
         for expert, pairs in enumerate(_load(point, name)):
             total[expert] += pairs
     return total
+
+
+def _skew(load: list[int]) -> float:
+    return max(load) * len(load) / sum(load) if any(load) else 0.0
 
 
 def _evenly(points: list[Point], count: int) -> list[Point]:

@@ -1,4 +1,4 @@
-"""One self-contained HTML file of a run folder: styles, figures and plotly inside, nothing fetched when it is opened."""
+"""One self-contained HTML file of a run folder: styles, figures and plotly inside, nothing fetched when opened."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import math
 from importlib import resources
 from pathlib import Path
 
-from lrmoe.report import results, sections
+from lrmoe.report import overview, sections
 from lrmoe.report.charts import axis, layout
+from lrmoe.report.comparison import rows_of
 from lrmoe.report.run_folder import Run, read_run
-from lrmoe.report.sections import Page
 from lrmoe.report.series import first_not_finite
+from lrmoe.report.table import table
 from lrmoe.report.text import escape
 from lrmoe.report.variants import find_baseline, looks
+from lrmoe.report.view import Page, legend
 from lrmoe.training.files import write_text
 
 
@@ -46,12 +48,15 @@ def render(run: Run) -> str:
     from plotly.offline import get_plotlyjs
 
     baseline = find_baseline(run)
-    page = Page(run=run, baseline=baseline, looks=looks(run.variants, baseline))
-    title = escape(results.title(page))
+    page = Page(run=run, baseline=baseline, looks=looks(run, baseline), rows=rows_of(run, baseline))
+    title = escape(overview.title(page))
     kind = "Comparison" if run.is_comparison else "Training run"
     parts = [section(page) for section in sections.SECTIONS]
-    frame = layout("expert", "", hovermode="closest", margin={"l": 8, "r": 12, "t": 70, "b": 44})
-    frame |= {"xaxis": axis("expert", showgrid=False, zeroline=False), "yaxis": axis("", showgrid=False, zeroline=False)}
+    frame = layout("", "", hovermode="closest", margin={"l": 8, "r": 12, "t": 50, "b": 52})
+    frame |= {
+        "xaxis": axis("", showgrid=False, zeroline=False),
+        "yaxis": axis("", showgrid=False, zeroline=False),
+    }
     data = {"figures": page.figures, "loads": page.loads, "loadLayout": frame}
     settings = escape(json.dumps(run.config, indent=2, ensure_ascii=False))
     return f"""<!DOCTYPE html>
@@ -67,21 +72,23 @@ def render(run: Run) -> str:
 <header>
 <p class="eyebrow">LRMoE · {kind}</p>
 <h1>{title}</h1>
-<p class="lead">{results.lead(page)}</p>
-{results.facts(page, sections.shape(page))}
+<p class="lead">{overview.lead(page)}</p>
+{overview.facts(page)}
 {_notices(page)}
-{results.tiles(page)}
+{overview.tiles(page)}
 </header>
 <main>
 <noscript><p class="notice">The charts are drawn by a script inside this file; allow scripts to see them.</p></noscript>
-{results.table(page)}
-{sections.legend(page)}
+{table(page)}
+{legend(page)}
 {"".join(parts)}
 <h2>Settings</h2>
-<section class="card"><details style="margin:0"><summary>config.json</summary><pre tabindex="0">{settings}</pre></details></section>
+<section class="card"><details><summary>config.json</summary>
+<pre tabindex="0">{settings}</pre></details></section>
 </main>
-<footer>Written by LRMoE from {escape(run.path.name)}/. A pair is a token and one of the experts chosen for it; the importance R
-of a pair is the squared norm of its contribution to the gradient of the expert's down projection.</footer>
+<footer>Written by LRMoE from {escape(run.path.resolve().name)}/. A pair is a token and one of the experts chosen
+for it; the importance R of a pair is the squared norm of its contribution to the gradient of the expert's down
+projection.</footer>
 <script>{get_plotlyjs()}</script>
 <script type="application/json" id="report-data">{_inline_json(data)}</script>
 <script>{_asset("report.js")}</script>
@@ -91,7 +98,7 @@ of a pair is the squared norm of its contribution to the gradient of the expert'
 
 
 def _asset(name: str) -> str:
-    return resources.files("lrmoe.report").joinpath("assets", name).read_text(encoding="utf-8")
+    return (resources.files("lrmoe.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _inline_json(value: object) -> str:
@@ -104,18 +111,20 @@ def _notices(page: Page) -> str:
     run = page.run
     notices = []
     if run.summary is None:
-        notices.append("The run is unfinished: summary.json is not there yet. The page shows what has been logged so far.")
+        notices.append(
+            "The run is unfinished: summary.json is not there yet. The page shows what has been logged so far."
+        )
     if not run.trainings:
         notices.append("metrics.jsonl has no line yet.")
     for training in run.trainings:
-        who = f"{training.variant}, seed {training.seed}: " if run.is_comparison else ""
+        who = f"{training.variant}, seed {training.seed}: the" if run.is_comparison else "The"
         for column, words in (("loss", "training loss"), ("eval_loss", "validation loss")):
             steps, values = training.series(column)
             step = first_not_finite(steps, values)
             if step is not None:
                 count = sum(not math.isfinite(value) for value in values)
                 times = "once" if count == 1 else f"{count:,} times"
-                notices.append(f"{who}the {words} is not a finite number ({times}, first at step {step:,}).")
+                notices.append(f"{who} {words} is not a finite number ({times}, first at step {step:,}).")
     if not notices:
         return ""
     items = "".join(f"<li>{escape(notice)}</li>" for notice in notices)

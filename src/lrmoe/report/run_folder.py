@@ -5,7 +5,8 @@ A run folder holds
 - ``config.json``: one object, the settings of the run;
 - ``metrics.jsonl``: one object a line, one line a logged step. ``step`` is required; ``loss``, ``eval_loss``, ``drop``,
   ``kept_share``, ``kept_importance_share``, ``variance_share``, ``load_max_over_mean``, ``forward_seconds``,
-  ``backward_seconds`` and ``layers`` may be absent or null; a comparison adds ``variant`` and ``seed`` to every line;
+  ``backward_seconds``, ``seconds`` and ``layers`` may be absent or null; a comparison adds ``variant`` and ``seed`` to
+  every line;
 - ``summary.json``: one object, the result; absent while a run is unfinished.
 """
 
@@ -27,6 +28,7 @@ NUMBERS = (
     "load_max_over_mean",
     "forward_seconds",
     "backward_seconds",
+    "seconds",
 )
 _LAYER_NUMBERS = ("kept_share", "kept_importance_share", "variance_share", "load_max_over_mean")
 _LAYER_COUNTS = ("load", "kept")
@@ -80,7 +82,7 @@ class Training:
 
 @dataclass(kw_only=True, slots=True)
 class Run:
-    """A run folder. ``summary`` is None while the run is unfinished; ``trainings`` has one entry per variant and seed."""
+    """A run folder. ``summary`` is None while a run is unfinished; ``trainings`` has one entry per variant and seed."""
 
     path: Path
     is_comparison: bool

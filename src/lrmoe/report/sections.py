@@ -1,85 +1,22 @@
-"""The parts of a report that hold charts: each a string of HTML, with the figures put into ``figures`` by name."""
+"""The parts of a report that hold charts: each a string of HTML, with the figures put into ``page.figures`` by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 from lrmoe.report import charts
 from lrmoe.report.comparison import seconds_a_step
 from lrmoe.report.loads import load_maps
-from lrmoe.report.run_folder import Run
-from lrmoe.report.text import counted, escape, short_layer_names
-from lrmoe.report.variants import Look
-
-
-@dataclass(kw_only=True, slots=True)
-class Page:
-    """What is being written: the run, how its variants look, and what the script of the page gets."""
-
-    run: Run
-    baseline: str | None
-    looks: dict[str, Look]
-    figures: dict[str, Any] = field(default_factory=dict)
-    loads: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def many(self) -> bool:
-        """Whether there are variants to tell apart."""
-        return len(self.run.variants) > 1
-
-    @property
-    def seeds(self) -> int:
-        return len({training.seed for training in self.run.trainings})
-
-    def name(self, variant: str) -> str:
-        return variant if self.run.is_comparison else "this run"
-
-
-def swatch(look: Look) -> str:
-    """A short sample of a variant's line. Colours and dashes are ours, nothing of the user's is in here."""
-    pattern = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3", "longdash": "11 4"}[look.dash]
-    return (
-        '<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true">'
-        f'<line x1="1" y1="5" x2="25" y2="5" stroke="{look.colour}" stroke-width="3" stroke-dasharray="{pattern}"/></svg>'
-    )
-
-
-def legend(page: Page) -> str:
-    """Buttons that show and hide a variant in every chart."""
-    if not page.many:
-        return ""
-    buttons = "".join(
-        f'<button type="button" data-variant="{position}" aria-pressed="true" title="{escape(variant)}">'
-        f"{swatch(page.looks[variant])}<b>{escape(variant)}</b></button>"
-        for position, variant in enumerate(page.run.variants)
-    )
-    return f'<nav class="legend" aria-label="Variants shown in the charts"><span>Show</span>{buttons}</nav>'
-
-
-def card(page: Page, name: str, title: str, note: str, figure: object, empty: str, *, wide: bool = False) -> str:
-    """One chart with its heading and note, or what ``empty`` says where there is no figure (or no choice has one)."""
-    choices = figure if isinstance(figure, list) else [figure]
-    drawn = any(choices)
-    missing = f'<p class="empty"{" hidden" if choices[0] else ""}>{escape(empty)}</p>'
-    if not drawn or len(choices) == 1:
-        missing = "" if drawn else missing
-    plot = ""
-    if drawn:
-        page.figures[name] = figure
-        plot = f'<div class="plot" data-figure="{name}" role="img" aria-label="{escape(title)}. {escape(note)}"></div>'
-    return (
-        f'<section class="card{" wide" if wide else ""}"><h3>{escape(title)}</h3><p class="note">{escape(note)}</p>'
-        f"{plot}{missing}</section>"
-    )
+from lrmoe.report.text import counted, duration, escape
+from lrmoe.report.variants import settings_of
+from lrmoe.report.view import Page, card
 
 
 def loss(page: Page) -> str:
     run = page.run
     if not run.is_comparison:
         figure = charts.single_loss(run.trainings[0]) if run.trainings else None
-        note = "Cross-entropy of the next token; lower is better. The validation text is never trained on."
+        note = f"Cross-entropy of the next token; lower is better. {_validation_text(page)}"
         body = card(page, "loss", "Training and validation loss", note, figure, "No finite loss was logged.", wide=True)
         return f'<h2>Loss</h2><div class="grid">{body}</div>'
     band = " Line: mean over seeds; band: lowest to highest seed." if page.seeds > 1 else ""
@@ -96,8 +33,10 @@ def loss(page: Page) -> str:
             page,
             "eval_loss",
             "Validation loss",
-            "On text that is never trained on." + band,
-            charts.column_curves(run, page.looks, "eval_loss", charts.layout("optimizer step", charts.LOSS_UNIT), digits=4),
+            _validation_text(page) + band,
+            charts.column_curves(
+                run, page.looks, "eval_loss", charts.layout("optimizer step", charts.LOSS_UNIT), digits=4
+            ),
             "No validation loss was logged.",
         ),
     ]
@@ -109,12 +48,19 @@ def loss(page: Page) -> str:
     return f'<h2>Loss</h2><div class="grid">{"".join(parts)}</div>'
 
 
+def _validation_text(page: Page) -> str:
+    if page.memorizes:
+        return "This run memorises: validation is on the text that is trained on."
+    return "The validation text is never trained on."
+
+
 def kept(page: Page) -> str:
     run = page.run
 
     def per_layer(column: str, y_title: str, *, whole_range: bool) -> list[charts.Figure | None]:
         choices = [
-            charts.share_per_layer(run.of(variant), column, y_title, whole_range=whole_range) for variant in run.variants
+            charts.share_per_layer(run.of(variant), column, y_title, whole_range=whole_range)
+            for variant in run.variants
         ]
         return choices or [None]
 
@@ -141,15 +87,21 @@ def kept(page: Page) -> str:
             page,
             "variance",
             "Sampling variance V*/ΣR",
-            "The least variance any unbiased choice of that many pairs can have, against the batch's own noise. Mean over layers.",
-            _floored(charts.column_curves(run, page.looks, "variance_share", charts.layout("optimizer step", "V*/ΣR"), digits=5)),
+            "The least variance that any unbiased choice of so many pairs has, in units of the sum of importance: the "
+            "noise that dropping adds against the noise of the batch itself. Mean over layers.",
+            _floored(
+                charts.column_curves(
+                    run, page.looks, "variance_share", charts.layout("optimizer step", "V*/ΣR"), digits=5
+                )
+            ),
             "Not logged.",
             wide=True,
         ),
     ]
     return (
         "<h2>What the backward kept</h2>"
-        '<p class="intro">The forward computes every pair. The backward computes the kept ones and leaves out the rest.</p>'
+        '<p class="intro">The forward computes every pair. '
+        "The backward computes the kept ones and leaves out the rest.</p>"
         f'{_choice(page, "kept-variant", "kept_pairs kept_importance")}<div class="grid">{"".join(parts)}</div>'
     )
 
@@ -217,7 +169,9 @@ def _load_map(page: Page) -> str:
             f'<select id="load-training" autocomplete="off">{options}</select></label>'
         )
     thinned = max(page.loads, key=lambda one: one["logged"] - len(one["steps"]))
-    note = "Blue: fewer pairs than the mean of the layer; white: an even load; orange: more. One colour scale for the run."
+    note = (
+        "Blue: fewer pairs than the mean of the layer; white: an even load; orange: more. One colour scale for the run."
+    )
     if len(thinned["steps"]) < thinned["logged"]:
         note += (
             f" The slider stops at {len(thinned['steps'])} of {counted(thinned['logged'], 'logged step')}; "
@@ -231,50 +185,59 @@ def _load_map(page: Page) -> str:
         '<label class="slider" id="load-step-label" for="load-step" hidden><span>Optimizer step '
         '<output id="load-step-value" for="load-step"></output></span>'
         '<input type="range" id="load-step" min="0" max="0" value="0" step="1" autocomplete="off"></label></div>'
-        '<div class="plot" id="load-map" role="img" aria-label="Heat map of the load of each expert in each layer"></div>'
-        "</section>"
+        '<div class="plot" id="load-map" role="img" '
+        'aria-label="Heat map of the load of each expert in each layer"></div></section>'
     )
 
 
 def time(page: Page) -> str:
     run = page.run
     measured = []
-    for variant in run.variants:
-        seconds = [seconds_a_step(run.of(variant), column) for column in ("forward_seconds", "backward_seconds")]
-        if all(value is not None for value in seconds) and any(seconds):
-            measured.append((page.name(variant), *(1000 * (value or 0.0) for value in seconds)))
+    for row in page.rows:
+        forward, backward = row.get("forward_seconds"), row.get("backward_seconds")
+        if forward and backward:
+            measured.append((row.variant if run.is_comparison else "this run", 1000 * forward, 1000 * backward))
     figure = None
     if measured:
-        names, forward, backward = zip(*measured, strict=True)
-        figure = charts.time_bars(list(names), list(forward), list(backward))
-    note = "Host time inside the experts of all MoE layers, mean of one optimizer step. It says nothing about the rest of the step."
+        names, forwards, backwards = zip(*measured, strict=True)
+        figure = charts.time_bars(list(names), list(forwards), list(backwards))
+    note = "Host time inside the experts of all MoE layers in one optimizer step."
+    reference = page.baseline if run.is_comparison else next(iter(run.variants), None)
+    whole = seconds_a_step(run.of(reference), "seconds") if reference is not None else None
+    if whole is not None:
+        of = f" of {reference}" if run.is_comparison else ""
+        note += f" The whole step{of} took {duration(whole)}."
     empty = "Not measured. The clock runs for layers on a CPU only: a GPU returns before its work is done."
     body = card(page, "time", "Forward and backward of the MoE layers", note, figure, empty, wide=True)
     return f'<h2>Time</h2><div class="grid">{body}</div>'
 
 
+_LIMITS = (
+    "<b>Forward compute.</b> Every routed pair is computed, at every drop rate.",
+    None,  # what is said of saved activations depends on the settings
+    "<b>Everything that is not an expert.</b> Attention, dense layers, embeddings, the router and the optimizer step "
+    "stay as they are, and so do weights, gradients and optimizer state in memory. Dropping 20 % of the pairs saves at "
+    "most 20 % of the experts' backward, and a smaller share of a training step.",
+    "<b>The exact gradient.</b> With any drop the gradient of the experts is an estimate. What that cost here holds "
+    "for this model, text, rate and selector, and for no other.",
+)
+
+
 def limits(page: Page) -> str:
     """What recalibration leaves as it is, in the words of the settings this run had."""
-    saves = sorted(set(find_all(page.run.config, "save")))
-    both = "preactivation" in saves and "input" in saves
+    saves = {settings.get("save") for settings in settings_of(page.run).values()} - {None}
     preactivation = (
-        "With <code>save=\"preactivation\"</code> the activations saved for the backward, and with them the peak of the "
+        'With <code>save="preactivation"</code> the activations saved for the backward, and with them the peak of the '
         "forward, are those of a backward that drops nothing."
     )
     saved_input = (
-        "With <code>save=\"input\"</code> only the layer's input and one number a pair are saved; the backward pays by "
+        'With <code>save="input"</code> only the layer\'s input and one number a pair are saved; the backward pays by '
         "running the up projection of the kept pairs once more."
     )
-    memory = saved_input if saves == ["input"] else f"{preactivation} {saved_input}" if both else preactivation
-    items = [
-        "<b>Forward compute.</b> Every routed pair is computed, at every drop rate.",
-        f"<b>Saved activations.</b> {memory}",
-        "<b>Everything that is not an expert.</b> Attention, dense layers, embeddings, the router, the optimizer step and "
-        "the weights, gradients and optimizer state in memory stay as they are. Dropping 20 % of the pairs therefore "
-        "saves about 20 % of the experts' backward, and a smaller share of a training step.",
-        "<b>Accuracy in general.</b> Above no drop the gradient is an estimate. What it cost here holds for this model, "
-        "text, rate and selector.",
-    ]
+    memory = (
+        saved_input if saves == {"input"} else f"{preactivation} {saved_input}" if "input" in saves else preactivation
+    )
+    items = [f"<b>Saved activations.</b> {memory}" if item is None else item for item in _LIMITS]
     return (
         '<h2>What this does not save</h2><section class="card"><ul class="plain">'
         + "".join(f"<li>{item}</li>" for item in items)
@@ -282,31 +245,4 @@ def limits(page: Page) -> str:
     )
 
 
-def find_all(value: object, key: str) -> list[str]:
-    """Every string under ``key`` anywhere in nested settings."""
-    found: list[str] = []
-    if isinstance(value, dict):
-        if isinstance(value.get(key), str):
-            found.append(value[key])
-        for inner in value.values():
-            found += find_all(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            found += find_all(inner, key)
-    return found
-
-
-def shape(page: Page) -> str | None:
-    """``2 layers × 32 experts`` of the first training that logged loads."""
-    for training in page.run.trainings:
-        for point in training.points:
-            experts = [len(layer.load) for layer in point.layers.values() if layer.load]
-            if experts:
-                same = len(set(experts)) == 1
-                count = str(experts[0]) if same else f"{min(experts)}–{max(experts)}"
-                return f"{counted(len(experts), 'layer')} × {count} experts"
-    return None
-
-
 SECTIONS: tuple[Callable[[Page], str], ...] = (loss, kept, loads, time, limits)
-__all__ = ["SECTIONS", "Page", "find_all", "legend", "shape", "short_layer_names", "swatch"]

@@ -60,7 +60,9 @@ def over_seeds(curves: list[tuple[list[int], Values]]) -> Curve:
     return Curve(steps=shared, mean=mean, low=low, high=high)
 
 
-def difference(steps: list[int], values: list[float], base_steps: list[int], base: list[float]) -> tuple[list[int], Values]:
+def difference(
+    steps: list[int], values: list[float], base_steps: list[int], base: list[float]
+) -> tuple[list[int], Values]:
     """Values minus the base's at the steps that both have."""
     at = dict(zip(base_steps, base, strict=True))
     pairs = [(step, value - at[step]) for step, value in zip(steps, values, strict=True) if step in at]

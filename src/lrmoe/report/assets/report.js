@@ -76,13 +76,16 @@
 
       const z = ratios(pairs);
       // One scale for the whole run, so that steps can be compared; white is an even load.
-      const top = Math.max(2, ...[...one.frames, one.total].flatMap((layers) => ratios(layers).flat()).filter((v) => v !== null));
+      const top = Math.max(2, one.top);
       const even = 1 / top;
       const width = Math.max(1, ...pairs.map((layer) => layer.length));
       const rows = one.layers.length;
       const annotations = pairs.map((layer, i) => [layer, i]).filter(([layer]) => !layer.some((n) => n > 0)).map(([, i]) => ({
         x: (width - 1) / 2, y: i, text: "no pairs in this layer", showarrow: false, font: { size: 12, color: "#525c6b" },
       }));
+      // Placed by hand: plotly sets the title of this axis on top of its tick labels when the chart is narrow.
+      const axisTitle = { text: "expert", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0, yanchor: "top", yshift: -26,
+        font: { size: 13, color: "#525c6b" } };
       const figure = {
         data: [{
           type: "heatmap", z, x: [...Array(width).keys()], y: one.layers.map((_, i) => i),
@@ -90,7 +93,7 @@
           zmin: 0, zmax: top, xgap: width > 80 ? 0 : 1, ygap: rows > 40 ? 0 : 1, hoverongaps: false,
           colorscale: [[0, "#0b4f8a"], [even / 2, "#7fb0d8"], [even, "#f6f6f4"], [even + (1 - even) / 3, "#f2b36b"],
             [even + (1 - even) * 2 / 3, "#cf6a1a"], [1, "#7a2f00"]],
-          colorbar: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", len: 0.5, lenmode: "fraction", thickness: 10,
+          colorbar: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", len: 0.5, lenmode: "fraction", thickness: 10, xpad: 0, ypad: 4,
             outlinewidth: 0, title: { text: "load over the layer's mean", side: "top", font: { size: 12 } }, tickfont: { size: 12 },
             tickvals: [0, 1, top], ticktext: ["0", "1", top.toFixed(1)] },
           hovertemplate: "%{customdata[1]}<br>expert %{x}: %{customdata[0]} pairs<br>%{z:.2f} of the mean<extra></extra>",
@@ -98,7 +101,7 @@
         layout: {
           ...report.loadLayout,
           height: 150 + Math.max(rows * Math.min(34, Math.max(10, 560 / rows)), 68),
-          annotations,
+          annotations: [...annotations, axisTitle],
           xaxis: { ...report.loadLayout.xaxis, range: [-0.5, width - 0.5], dtick: width <= 16 ? 1 : undefined },
           yaxis: { ...report.loadLayout.yaxis, range: [rows - 0.5, -0.5],
             tickvals: one.layers.map((_, i) => i).filter((i) => rows <= 40 || i % 4 === 0),
