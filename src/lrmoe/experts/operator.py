@@ -307,9 +307,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     # Eight bytes that no checkpoint recomputes: they tell whether a recompute routed as its forward did.
     ctx.forward_fingerprint = fingerprint
     ctx.mark_non_differentiable(*output[1:])
+    # Otherwise the backward would be handed zeros in the shapes of the other outputs, one of them (N, 2F).
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, grad_TD: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad_TD: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad_TD is None:
+        return (None,) * len(ctx.needs_input_grad)
     needed = [ctx.needs_input_grad[position] for position in _DIFFERENTIABLE.values()]
     gradients = torch.ops.lrmoe.routed_experts_backward(
         grad_TD, *ctx.saved_tensors, ctx.forward_fingerprint, *ctx.recipe, needed
