@@ -209,7 +209,7 @@ def share_per_layer(trainings: list[Training], column: str, y_title: str, *, who
         data[-1]["hovertemplate"] += " %"
     frame = layout("optimizer step", y_title, showlegend=True, legend=_TOP_LEGEND)
     lowest = min(value for _, curve in shown for value in curve.mean if value is not None)
-    bottom = 0.0 if whole_range else lowest - max(0.05, 0.08 * (100 - lowest))
+    bottom = 0.0 if whole_range else lowest - max(0.2, 0.08 * (100 - lowest))
     # A little room above 100 %, so that a line there is seen whole.
     frame["yaxis"] |= {"range": [bottom, 100 + 0.03 * (100 - bottom)]}
     return {"data": data, "layout": frame}

@@ -201,12 +201,12 @@ def time(page: Page) -> str:
     if measured:
         names, forwards, backwards = zip(*measured, strict=True)
         figure = charts.time_bars(list(names), list(forwards), list(backwards))
-    note = "Host time inside the experts of all MoE layers in one optimizer step."
+    note = "Time inside the experts of all MoE layers in one optimizer step: CPU time on one thread, wall clock on several."
     reference = page.baseline if run.is_comparison else next(iter(run.variants), None)
     whole = seconds_a_step(run.of(reference), "seconds") if reference is not None else None
     if whole is not None:
         of = f" of {reference}" if run.is_comparison else ""
-        note += f" The whole step{of} took {duration(whole)}."
+        note += f" The whole step{of} took {duration(whole)} of wall clock."
     empty = "Not measured. The clock runs for layers on a CPU only: a GPU returns before its work is done."
     body = card(page, "time", "Forward and backward of the MoE layers", note, figure, empty, wide=True)
     return f'<h2>Time</h2><div class="grid">{body}</div>'

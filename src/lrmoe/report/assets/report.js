@@ -93,9 +93,10 @@
           zmin: 0, zmax: top, xgap: width > 80 ? 0 : 1, ygap: rows > 40 ? 0 : 1, hoverongaps: false,
           colorscale: [[0, "#0b4f8a"], [even / 2, "#7fb0d8"], [even, "#f6f6f4"], [even + (1 - even) / 3, "#f2b36b"],
             [even + (1 - even) * 2 / 3, "#cf6a1a"], [1, "#7a2f00"]],
-          colorbar: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", len: 0.5, lenmode: "fraction", thickness: 10, xpad: 0, ypad: 4,
+          colorbar: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", len: 0.6, lenmode: "fraction", thickness: 10, xpad: 0, ypad: 4,
             outlinewidth: 0, title: { text: "load over the layer's mean", side: "top", font: { size: 12 } }, tickfont: { size: 12 },
-            tickvals: [0, 1, top], ticktext: ["0", "1", top.toFixed(1)] },
+            // Where one and zero are close together, one matters more.
+            tickangle: 0, tickvals: even < 0.12 ? [1, top] : [0, 1, top], ticktext: even < 0.12 ? ["1", top.toFixed(1)] : ["0", "1", top.toFixed(1)] },
           hovertemplate: "%{customdata[1]}<br>expert %{x}: %{customdata[0]} pairs<br>%{z:.2f} of the mean<extra></extra>",
         }],
         layout: {
