@@ -1,0 +1,126 @@
+"""The recalibrator in Transformers' Trainer: steps, logs, checkpoints and resumes with it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+from transformers.trainer_callback import (
+    ExportableState,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+)
+from transformers.training_args import TrainingArguments
+
+from lrmoe.control import Recalibrator
+
+# The scalars of Recalibrator.metrics() that go into the Trainer's logs, as "lrmoe/<name>".
+LOGGED = ("drop", "kept_share", "kept_importance_share", "variance_share", "load_max_over_mean")
+
+
+class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """Moves a recalibrator along with a Trainer, logs what its backward passes did, and resumes it.
+
+    ``Trainer(..., callbacks=[RecalibrationCallback(recal)])`` puts the metrics into the Trainer's history and its
+    console output. Reporters (TensorBoard, W&B, ...) run before callbacks that are passed in; to have the metrics there
+    too, use :meth:`add_to` instead. The metrics are those of this process.
+
+    The recalibrator's state is kept in the checkpoint's ``trainer_state.json``, so
+    ``trainer.train(resume_from_checkpoint=...)`` continues with the draws the interrupted run would have made.
+
+    Args:
+        recal: what :func:`lrmoe.attach` returned; default: the one attached to the Trainer's model.
+
+    Attributes:
+        metrics: what :meth:`Recalibrator.metrics` gave at the last training log; None before.
+    """
+
+    def __init__(self, recal: Recalibrator | None = None) -> None:
+        self.recal = recal
+        self.metrics: dict[str, Any] | None = None
+
+    def add_to(self, trainer: Any) -> RecalibrationCallback:
+        """Adds the callback ahead of the Trainer's others, so that every reporter sees its metrics.
+
+        Raises:
+            ValueError: if the Trainer already has one.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if any(isinstance(callback, RecalibrationCallback) for callback in callbacks):
+            raise ValueError("this Trainer already has a RecalibrationCallback; pass it once")
+        callbacks.insert(0, self)
+        return self
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"the Trainer would split batches over {args.n_gpu} GPUs in one process (DataParallel), where the "
+                "layers of several replicas cannot keep one position in training; start one process per GPU (torchrun)"
+            )
+        if self.recal is None:
+            self.recal = _attached_to(model)
+        self.recal.set_total_steps(state.max_steps)
+        saved = self._saved_in(state)
+        if state.global_step == 0:
+            self.recal.set_step(0)
+        elif saved is None:
+            warnings.warn(
+                f"the checkpoint at step {state.global_step} has no recalibrator state: it was saved without a "
+                "RecalibrationCallback. Recalibration starts here, at the schedule's position for this step",
+                UserWarning,
+                stacklevel=2,
+            )
+            self.recal.set_step(state.global_step)
+        else:
+            self.recal.load_state_dict(saved)
+        # The Trainer fails to save where a resumed state does not know a callback.
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.recal is not None and not self.recal.steps_with_optimizer:
+            self.recal.step()
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        # Evaluation and the summary at the end are logged too; they come from no backward.
+        if self.recal is None or logs is None or "loss" not in logs:
+            return
+        self.metrics = self.recal.metrics()
+        scalars = {f"lrmoe/{name}": float(self.metrics[name]) for name in LOGGED if name in self.metrics}
+        logs.update(scalars)
+        # The Trainer has filed this log already; `logs` is what goes to the callbacks that follow.
+        state.log_history[-1].update(scalars)
+
+    def state(self) -> dict[str, Any]:
+        """What the Trainer writes into its checkpoints for this callback."""
+        saved = None if self.recal is None else self.recal.state_dict()
+        return {"args": {}, "attributes": {"saved": saved}}
+
+    def _saved_in(self, state: TrainerState) -> dict[str, Any] | None:
+        entry = state.stateful_callbacks.get(type(self).__name__)
+        if isinstance(entry, list):
+            raise ValueError(f"the checkpoint was saved with {len(entry)} RecalibrationCallbacks; one is supported")
+        return None if entry is None else entry["attributes"]["saved"]
+
+
+def _attached_to(model: nn.Module | None) -> Recalibrator:
+    for module in [] if model is None else model.modules():
+        recal = vars(module).get("_lrmoe_recalibrator")
+        if isinstance(recal, Recalibrator):
+            return recal
+    raise ValueError("no recalibrator is attached to the Trainer's model: call lrmoe.attach(model, config) first")

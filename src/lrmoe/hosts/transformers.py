@@ -1,0 +1,165 @@
+"""Hugging Face Transformers: ``experts_implementation="lrmoe"`` and what :func:`lrmoe.attach` needs of its models.
+
+Importing this module makes the name known to Transformers. Models built with it run LRMoE's experts with the exact
+backward until :func:`lrmoe.attach` hands their layers a control; ``attach`` also switches models built without it.
+
+T tokens (B*S, batch-major), K choices, E experts, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface
+
+from lrmoe.config import LRMoEConfig
+from lrmoe.experts.layer_control import Clock, LayerControl
+from lrmoe.experts.operator import controlled_experts
+from lrmoe.hosts.checkpointing import follow_recomputes
+from lrmoe.hosts.expert_modules import Experts, activation_of, is_experts, weights, why_not
+from lrmoe.hosts.trainer_callback import RecalibrationCallback
+
+__all__ = ["HOST", "NAME", "RecalibrationCallback", "lrmoe_experts_forward"]
+
+NAME = "lrmoe"
+
+# Weights that these implementations have rewritten for their kernel cannot be read by another.
+_LOCKED = ("deepgemm_megamoe",)
+
+
+def _exact_control() -> LayerControl:
+    control = LayerControl(Clock(LRMoEConfig(drop=0.0)), name="not attached")
+    # Shared by layers of any width, so it reports to nobody.
+    control.identity_2[1] = 0
+    return control
+
+
+_EXACT = _exact_control()
+
+
+def lrmoe_experts_forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The experts implementation Transformers calls with the module as ``self``.
+
+    Args:
+        hidden_states: (T, D).
+        top_k_index: (T, K) int64; under expert parallelism ``num_experts`` marks a choice that is not on this rank.
+        top_k_weights: (T, K), applied to the experts' outputs.
+
+    Returns:
+        (T, D) in the dtype of ``hidden_states``.
+    """
+    control = getattr(self, "lrmoe_control", None)
+    if control is None and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _warn_not_attached()
+    if control is None or not self.training:
+        control = _EXACT
+    gate_up_proj, down_proj = weights(self)
+    if self._is_expert_parallel:
+        top_k_index = torch.where(top_k_index >= self.num_experts, -1, top_k_index)
+    out_TD = controlled_experts(
+        hidden_states,
+        top_k_index,
+        top_k_weights,
+        gate_up_proj,
+        down_proj,
+        control=control,
+        activation=_activation(self),
+        gate_up_bias=self.gate_up_proj_bias if self.has_bias else None,
+        down_bias=self.down_proj_bias if self.has_bias else None,
+        token_mask_T=_token_mask(self, control, hidden_states),
+    )
+    return out_TD.to(hidden_states.dtype)
+
+
+def _token_mask(module: Experts, control: LayerControl, hidden_states: Tensor) -> Tensor | None:
+    """The padding mask where it describes these rows: not for tokens another rank sent, nor for a part of them."""
+    mask_T = control.token_mask_T
+    if mask_T is None or module._is_expert_parallel or mask_T.shape[0] != hidden_states.shape[0]:
+        return None
+    return mask_T.to(hidden_states.device)
+
+
+@torch.compiler.assume_constant_result
+def _activation(module: Experts) -> str:
+    if not hasattr(module, "_lrmoe_activation"):
+        module._lrmoe_activation = _read_activation(module)
+    known: str = module._lrmoe_activation
+    return known
+
+
+def _read_activation(module: Experts) -> str:
+    if problem := why_not(module):
+        raise ValueError(f'experts_implementation="{NAME}": {problem}')
+    return activation_of(module)
+
+
+_warned = False
+
+
+def _warn_not_attached() -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f'experts_implementation="{NAME}" trains with the exact backward because lrmoe.attach(model, config) was '
+            "not called for this model; call it to recalibrate the backward",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+class _Binding:
+    """The way back from :meth:`_TransformersHost.bind`. An object, not a closure: a model must stay picklable."""
+
+    def __init__(self, modules: list[Experts], before: list[tuple[Any, str | None]], undo: list[Any]) -> None:
+        self._modules = modules
+        self._before = before
+        self._undo = undo
+
+    def __call__(self) -> None:
+        for module in self._modules:
+            del module.lrmoe_control
+        for config, implementation in self._before:
+            config._experts_implementation_internal = implementation
+        for undo in self._undo:
+            undo()
+
+
+class _TransformersHost:
+    """Finds and switches the expert modules of Transformers models, however the model is wrapped."""
+
+    def find(self, model: nn.Module) -> dict[str, nn.Module]:
+        found: dict[str, Experts] = {name: module for name, module in model.named_modules() if is_experts(module)}
+        for name, module in found.items():
+            if problem := why_not(module):
+                raise ValueError(f"{name}: {problem}")
+            if hasattr(module, "lrmoe_control"):
+                raise ValueError(f"{name} belongs to a model that already has a recalibrator; detach that one first")
+            implementation = module.config._experts_implementation
+            if implementation in _LOCKED:
+                raise ValueError(
+                    f"{name} was loaded with experts_implementation={implementation!r}, which cannot be switched; "
+                    f'load the model with experts_implementation="{NAME}"'
+                )
+            module._lrmoe_activation = activation_of(module)
+        return found
+
+    def bind(self, model: nn.Module, controls: dict[str, LayerControl]) -> Callable[[], None]:
+        modules: dict[str, Experts] = {name: model.get_submodule(name) for name in controls}
+        # A module asks its config which implementation to run. Configs are shared between modules, not between models.
+        configs = {id(module.config): module.config for module in modules.values()}
+        before = [(config, config._experts_implementation) for config in configs.values()]
+        for name, module in modules.items():
+            module.lrmoe_control = controls[name]
+        for config in configs.values():
+            # Not the public property, which would also switch sub-models that are not part of `model`.
+            config._experts_implementation_internal = NAME
+        return _Binding(list(modules.values()), before, [follow_recomputes(model, list(controls.values()))])
+
+
+ExpertsInterface.register(NAME, lrmoe_experts_forward)
+HOST = _TransformersHost()
