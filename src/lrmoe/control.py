@@ -134,6 +134,10 @@ class Recalibrator:
         """The configuration :func:`attach` was given, with the length of the run once that is known."""
         return self._config if self.clock.config.total_steps is None else self.clock.config
 
+    def modules(self) -> dict[str, nn.Module]:
+        """The attached modules, by the names of ``layers``."""
+        return {name: self._model.get_submodule(name) for name in self.layers}
+
     def set_total_steps(self, total_steps: int) -> None:
         """Tells the schedule how long the run is; needed for ``final_dense_steps``. A length that the config gave
         stays."""
@@ -150,8 +154,7 @@ class Recalibrator:
         """Call once after each optimizer step: moves the schedule and the draws on, and lets each
         :class:`lrmoe.MoE` router with a selection bias update it from the loads of the step."""
         self._warn_if_bypassed()
-        for name in self.layers:
-            layer = self._model.get_submodule(name)
+        for layer in self.modules().values():
             if isinstance(layer, MoE):
                 layer.update_selection_bias()
         self._last_drop = float(self.clock.drop)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.trainer_callback import (
     ExportableState,
@@ -28,7 +29,9 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
     too, use :meth:`add_to` instead. The metrics are those of this process.
 
     The recalibrator's state is kept in the checkpoint's ``trainer_state.json``, so
-    ``trainer.train(resume_from_checkpoint=...)`` continues with the draws the interrupted run would have made.
+    ``trainer.train(resume_from_checkpoint=...)`` continues with the draws the interrupted run would have made. The
+    Trainer itself does not load experts that ``save_pretrained`` has written one by one: it goes on with those in
+    memory. The callback notices and refuses; see the message for what to do.
 
     Args:
         recal: what :func:`lrmoe.attach` returned; default: the one attached to the Trainer's model.
@@ -81,7 +84,9 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
             )
             self.recal.set_step(state.global_step)
         else:
-            self.recal.load_state_dict(saved)
+            self.recal.load_state_dict(saved["recalibrator"])
+            if state.is_world_process_zero:
+                _require_same_weights(saved["weights"], self.recal, state.global_step)
         # The Trainer fails to save where a resumed state does not know a callback.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
 
@@ -108,7 +113,8 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
 
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into its checkpoints for this callback."""
-        saved = None if self.recal is None else self.recal.state_dict()
+        recal = self.recal
+        saved = None if recal is None else {"recalibrator": recal.state_dict(), "weights": _sample_weights(recal)}
         return {"args": {}, "attributes": {"saved": saved}}
 
     def _saved_in(self, state: TrainerState) -> dict[str, Any] | None:
@@ -116,6 +122,34 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
         if isinstance(entry, list):
             raise ValueError(f"the checkpoint was saved with {len(entry)} RecalibrationCallbacks; one is supported")
         return None if entry is None else entry["attributes"]["saved"]
+
+
+_SAMPLES = 16
+
+
+def _sample_weights(recal: Recalibrator) -> dict[str, list[float]]:
+    """A few entries of each weight of each attached layer: enough to tell trained weights from others."""
+    samples = {}
+    with torch.no_grad():
+        for layer, module in recal.modules().items():
+            for name, weight in module.named_parameters():
+                # A shard's entries belong to a layout that a resumed run need not have.
+                if weight.numel() and not hasattr(weight, "placements"):
+                    places = torch.arange(_SAMPLES, device=weight.device) * (weight.numel() - 1) // (_SAMPLES - 1)
+                    samples[f"{layer}.{name}"] = weight.detach().reshape(-1)[places].double().tolist()
+    return samples
+
+
+def _require_same_weights(stored: dict[str, list[float]], recal: Recalibrator, step: int) -> None:
+    here = _sample_weights(recal)
+    different = [name for name in stored if name in here and here[name] != stored[name]]
+    if different:
+        raise ValueError(
+            f"{different[0]} is not what it was when the checkpoint at step {step} was saved ({len(different)} weights "
+            "differ): the Trainer has not restored the experts, because it does not convert the per-expert weights "
+            "that save_pretrained writes. Build the model with from_pretrained(<that checkpoint>), attach, then call "
+            "train(resume_from_checkpoint=<that checkpoint>)"
+        )
 
 
 def _attached_to(model: nn.Module | None) -> Recalibrator:

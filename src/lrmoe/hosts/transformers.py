@@ -83,7 +83,7 @@ def _token_mask(module: Experts, control: LayerControl, hidden_states: Tensor) -
     return mask_T.to(hidden_states.device)
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _activation(module: Experts) -> str:
     if not hasattr(module, "_lrmoe_activation"):
         module._lrmoe_activation = _read_activation(module)
