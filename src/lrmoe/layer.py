@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.experts import activations
-from lrmoe.experts.layer_control import Clock, LayerControl
+from lrmoe.experts.layer_control import Clock, LayerControl, exact_control
 from lrmoe.experts.operator import controlled_experts
 from lrmoe.routing import Gate, TopKRouter, require_size, require_token_mask
 
 # Stands in for a layer's control in evaluation mode.
-_EXACT = LayerControl(Clock(LRMoEConfig(drop=0.0)), name="evaluation")
+_EXACT = exact_control("evaluation")
 
 
 class MoE(nn.Module):

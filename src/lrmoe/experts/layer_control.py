@@ -76,3 +76,11 @@ class LayerControl:
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A copied or unpickled layer reports to a meter of its own.
         self.__init__(state["clock"], layer=state["layer"], name=state["name"])  # type: ignore[misc]
+
+
+def exact_control(name: str) -> LayerControl:
+    """The control of a layer that nobody moves: exact backward, reporting to no meter."""
+    control = LayerControl(Clock(LRMoEConfig(drop=0.0)), name=name)
+    # Layers of any number of experts share it, whose loads do not add up.
+    control.identity_2[1] = 0
+    return control

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
-from lrmoe.config import LRMoEConfig
-from lrmoe.experts.layer_control import Clock, LayerControl
+from lrmoe.experts.layer_control import LayerControl, exact_control
 from lrmoe.experts.operator import controlled_experts
 from lrmoe.hosts.checkpointing import follow_recomputes
 from lrmoe.hosts.expert_modules import Experts, activation_of, is_experts, weights, why_not
@@ -31,14 +30,8 @@ NAME = "lrmoe"
 _LOCKED = ("deepgemm_megamoe",)
 
 
-def _exact_control() -> LayerControl:
-    control = LayerControl(Clock(LRMoEConfig(drop=0.0)), name="not attached")
-    # Shared by layers of any width, so it reports to nobody.
-    control.identity_2[1] = 0
-    return control
-
-
-_EXACT = _exact_control()
+# Of models that are not attached, and of those in evaluation mode.
+_EXACT = exact_control("not attached")
 
 
 def lrmoe_experts_forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
