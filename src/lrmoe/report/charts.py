@@ -253,13 +253,14 @@ def time_bars(names: list[str], forward: list[float], backward: list[float]) -> 
             "text": [f"{value:,.1f} ms" for value in values],
             "textposition": "auto",
             "insidetextanchor": "end",
+            "textfont": {"size": 12},
             "hovertemplate": f"%{{y}}<br>{name}: %{{x:,.2f}} ms a step<extra></extra>",
         }
 
     longest = max(*forward, *backward)
     frame = layout("milliseconds a step", "", showlegend=True, legend=_TOP_LEGEND | {"traceorder": "normal"})
-    frame |= {"barmode": "group", "bargap": 0.35, "bargroupgap": 0.08, "hovermode": "closest"}
-    frame["height"] = 110 + 56 * len(names)
+    frame |= {"barmode": "group", "bargap": 0.3, "bargroupgap": 0.08, "hovermode": "closest"}
+    frame["height"] = 110 + 64 * len(names)
     frame["xaxis"] |= {"range": [0, 1.05 * longest], "tickformat": ",~r"}
     frame["yaxis"] |= {"autorange": "reversed", "type": "category", "ticksuffix": "  "}
     return {"data": [bars(forward, "forward", "#a9b4c4"), bars(backward, "backward", NEUTRAL)], "layout": frame}

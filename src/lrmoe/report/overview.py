@@ -49,9 +49,11 @@ def _trained(page: Page) -> list[str]:
     training, row = page.run.trainings[0], page.rows[0]
     known = [value for value in series.finite(training.series("eval_loss")[1]) if value is not None]
     if len(known) > 1:
-        sentences.append(f"Validation loss went from {fixed(known[0], 3)} to {fixed(known[-1], 3)} nats per token.")
+        sentences.append(
+            f"The {_loss_name(page)} went from {fixed(known[0], 3)} to {fixed(known[-1], 3)} nats per token."
+        )
     elif known:
-        sentences.append(f"Validation loss ended at {fixed(known[0], 3)} nats per token.")
+        sentences.append(f"The {_loss_name(page)} ended at {fixed(known[0], 3)} nats per token.")
     share, importance = row.get("kept_share"), row.get("kept_importance_share")
     if share is not None and share < 1:
         held = f", which hold {percent(importance)} of the importance" if importance is not None else ""
@@ -59,6 +61,10 @@ def _trained(page: Page) -> list[str]:
     elif share is not None:
         sentences.append("The backward computed every token-expert pair: nothing was dropped.")
     return sentences
+
+
+def _loss_name(page: Page) -> str:
+    return "loss on its training text" if page.memorizes else "validation loss"
 
 
 def _compared(page: Page) -> list[str]:
@@ -71,7 +77,9 @@ def _compared(page: Page) -> list[str]:
         return [f"{name} has no finite validation loss to compare the others with."]
     spread = base.get("eval_loss_spread")
     apart = f", its {counted(page.seeds, 'seed')} {fixed(spread, 3)} apart" if spread is not None else ""
-    sentences = [f"{name}, which drops nothing, ended at a validation loss of {fixed(loss, 3)} nats per token{apart}."]
+    sentences = [
+        f"{name}, which drops nothing, ended at a {_loss_name(page)} of {fixed(loss, 3)} nats per token{apart}."
+    ]
     if spread is None:
         sentences.append("One seed shows no spread to hold a difference against.")
     return sentences + _verdicts([row for row in page.rows if row is not base], spread)
@@ -79,7 +87,9 @@ def _compared(page: Page) -> list[str]:
 
 def _verdicts(rows: list[Row], spread: float | None) -> list[str]:
     """The other variants, sorted by whether the seeds of the baseline lie as far apart as the difference."""
-    sides: dict[str, list[str]] = {"Within that spread": [], "Worse": [], "Better": [], "Without a loss to compare": []}
+    # Without a spread nothing says whether a difference means anything.
+    above, below = ("Worse", "Better") if spread is not None else ("Higher", "Lower")
+    sides: dict[str, list[str]] = {"Within that spread": [], above: [], below: [], "Without a loss to compare": []}
     for row in rows:
         difference = row.get("eval_loss_difference")
         name = f"<b>{escape(row.variant)}</b>"
@@ -88,7 +98,7 @@ def _verdicts(rows: list[Row], spread: float | None) -> list[str]:
         elif spread is not None and abs(difference) <= spread:
             sides["Within that spread"].append(f"{name} ({signed(difference, 3)})")
         else:
-            sides["Worse" if difference > 0 else "Better"].append(f"{name} ({signed(difference, 3)})")
+            sides[above if difference > 0 else below].append(f"{name} ({signed(difference, 3)})")
     return [f"{side}: {', '.join(names)}." for side, names in sides.items() if names]
 
 

@@ -201,7 +201,7 @@ def time(page: Page) -> str:
     if measured:
         names, forwards, backwards = zip(*measured, strict=True)
         figure = charts.time_bars(list(names), list(forwards), list(backwards))
-    note = "Time inside the experts of all MoE layers in one optimizer step: CPU time on one thread, wall clock on several."
+    note = "Inside the experts of all MoE layers, one optimizer step: CPU time on one thread, wall clock on several."
     reference = page.baseline if run.is_comparison else next(iter(run.variants), None)
     whole = seconds_a_step(run.of(reference), "seconds") if reference is not None else None
     if whole is not None:

@@ -23,13 +23,14 @@ def fixed(value: float | None, digits: int) -> str:
     if math.isinf(value):
         return "∞" if value > 0 else f"{MINUS}∞"
     text = f"{abs(value):,.{digits}f}"
-    return f"{MINUS}{text}" if value < 0 and float(text.replace(",", "")) != 0 else text
+    return f"{MINUS}{text}" if round(value, digits) < 0 else text
 
 
 def signed(value: float | None, digits: int) -> str:
     """:func:`fixed` with a plus sign on what is above zero, for differences."""
     text = fixed(value, digits)
-    return f"+{text}" if value is not None and value > 0 and text[0] not in f"{MINUS}∞" else text
+    is_positive = value is not None and math.isfinite(value) and round(value, digits) > 0
+    return f"+{text}" if is_positive else text
 
 
 def percent(share: float | None, digits: int = 1) -> str:
