@@ -34,7 +34,11 @@ class _OwnLayers:
     """The host of :class:`lrmoe.MoE` layers."""
 
     def find(self, model: nn.Module) -> dict[str, nn.Module]:
-        return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+        found = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+        for name, layer in found.items():
+            if layer.control is not layer._own_control:
+                raise ValueError(f"{name} belongs to a model that already has a recalibrator; detach that one first")
+        return dict(found)
 
     def bind(self, model: nn.Module, controls: dict[str, LayerControl]) -> Callable[[], None]:
         layers = [layer for name in controls if isinstance(layer := model.get_submodule(name), MoE)]
