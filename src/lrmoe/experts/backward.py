@@ -161,20 +161,26 @@ def _gradients(
     num_tokens, top_k = saved.alpha_TK.shape
     token_M = rows.pair_M // top_k
     alpha_N = saved.alpha_TK.reshape(-1)
-    scale_M = alpha_N[rows.pair_M] * kept.weight_M.to(alpha_N.dtype)
+    alpha_M, weight_M = alpha_N[rows.pair_M], kept.weight_M.to(alpha_N.dtype)
+    scale_M = alpha_M * weight_M
+    # In the down projection's wgrad the scale goes with phi, at no cost. But a pair kept against the odds, say because
+    # its gradient is small, has a weight that can carry phi past fp16's range, where it makes that gradient whole.
+    weigh_gradient = grad_TD.dtype == torch.float16
     down_side = needs.down_proj or needs.down_bias
     up_side = needs.x or needs.gate_up_proj or needs.gate_up_bias
     dx = dalpha = dgate_up = ddown = dgate_up_bias = ddown_bias = None
 
     grad_MD = grad_TD.index_select(0, token_M)
     dh_M2F, scaled_phi_MF, dalpha_M = _through_activation(
-        grad_MD, rows, scale_M, saved, recipe, gradients=down_side or up_side
+        grad_MD, rows, scale_M, alpha_M if weigh_gradient else scale_M, saved, recipe, gradients=down_side or up_side
     )
     if needs.alpha:
         dalpha = _router_gradient(grad_TD, grad_MD, dalpha_M, saved, recipe, rows, ordered)
     if needs.down_bias:
         ddown_bias = grouped_sum(grad_MD * scale_M.unsqueeze(-1), rows.offs_E).to(grad_TD.dtype)
     if needs.down_proj:
+        # Multiplied in fp32, rounded once.
+        grad_MD = grad_MD.mul_(weight_M.unsqueeze(-1)) if weigh_gradient else grad_MD
         ddown = grouped_wgrad(grad_MD, scaled_phi_MF, rows.offs_E)
     del grad_MD, scaled_phi_MF
     if needs.gate_up_bias:
@@ -187,7 +193,14 @@ def _gradients(
 
 
 def _through_activation(
-    grad_MD: Tensor, rows: Rows, scale_M: Tensor, saved: Saved, recipe: Recipe, *, gradients: bool
+    grad_MD: Tensor,
+    rows: Rows,
+    scale_M: Tensor,
+    phi_scale_M: Tensor,
+    saved: Saved,
+    recipe: Recipe,
+    *,
+    gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dh_M2F, scaled_phi_MF, <t, phi>_M) of some rows, from their arriving gradients."""
     t_MF = grouped_mm(grad_MD, saved.down_proj, rows.offs_E)
@@ -197,7 +210,8 @@ def _through_activation(
         h_2F, row_M = grouped_mm(x_MD, saved.gate_up_proj.transpose(1, 2), rows.offs_E), None
         if saved.gate_up_bias is not None:
             add_group_rows(h_2F, saved.gate_up_bias, rows.offs_E)
-    return glu_backward(h_2F, row_M, t_MF, scale_M, activations.get(recipe.activation), gradients=gradients)
+    act = activations.get(recipe.activation)
+    return glu_backward(h_2F, row_M, t_MF, scale_M, phi_scale_M, act, gradients=gradients)
 
 
 def _router_gradient(
@@ -222,7 +236,7 @@ def _router_gradient(
     dropped = Rows(row_M, saved.pair_N[row_M], before_N[saved.offs_E.to(torch.int64)].to(torch.int32))
     dropped_grad_MD = grad_TD.index_select(0, dropped.pair_M // top_k)
     one_M = torch.ones_like(dropped.pair_M, dtype=alpha_TK.dtype)
-    *_, dalpha_M = _through_activation(dropped_grad_MD, dropped, one_M, saved, recipe, gradients=False)
+    *_, dalpha_M = _through_activation(dropped_grad_MD, dropped, one_M, one_M, saved, recipe, gradients=False)
     dalpha_N[dropped.pair_M] = dalpha_M + _bias_part(dropped_grad_MD, saved.down_bias, dropped.offs_E)
     return dalpha_N.view_as(alpha_TK)
 

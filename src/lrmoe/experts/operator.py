@@ -25,6 +25,7 @@ from lrmoe.ops.grouped_mm import add_group_rows, grouped_mm
 from lrmoe.ops.permute import count_per_expert, sort_by_expert, weighted_combine
 from lrmoe.recalibration import draws
 from lrmoe.recalibration.quota import quotas
+from lrmoe.routing import without_autocast
 
 
 def routed_experts(
@@ -155,14 +156,16 @@ def _forward(
     save: str,
     error_budget: float | None,
     train: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint); the last eight are for the
-    backward and, where it cannot come (``train`` false), empty."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out_TD, own_out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint); all but the first are
+    for the backward, and what is large is empty where it cannot come (``train`` false)."""
     check_ids(ids_TK, gate_up_proj.shape[0])
     num_experts, top_k = gate_up_proj.shape[0], ids_TK.shape[1]
     key_5 = torch.cat([position_3, identity_2])
     on_cpu = x_TD.device.type == "cpu"
-    with Stopwatch(Meter.find(int(key_5[4])) if train else None, "forward_seconds", on_cpu):
+    stopwatch = Stopwatch(Meter.find(int(key_5[4])) if train else None, "forward_seconds", on_cpu)
+    # The operands have autocast's dtype already; inside, it would round what is meant to be fp32.
+    with stopwatch, without_autocast(x_TD.device):
         pair_N, count_E = sort_by_expert(ids_TK.reshape(-1), num_experts)
         offs_E = count_E.cumsum(0).to(torch.int32)
         # On a GPU the number of live rows is not known without waiting; rows past it are then computed, never used.
@@ -177,17 +180,20 @@ def _forward(
         if down_bias is not None:
             add_group_rows(y_ND, down_bias, offs_E)
         out_TD = weighted_combine(y_ND, alpha_TK, pair_N, offs_E[-1])
+        del y_ND
+        # The caller may change his output in place; only the sum rule reads it in the backward.
+        own_out_TD = out_TD.clone() if train and router_grad == "sum_rule" else out_TD.new_empty(0, out_TD.shape[1])
         real_ids_TK = ids_TK if token_mask_T is None else torch.where(token_mask_T.unsqueeze(-1), ids_TK, -1)
         load_E = count_per_expert(real_ids_TK.reshape(-1), num_experts)
         quota_E = quotas(cast(Quota, quota), load_E, float(drop))
         place_N = torch.arange(ids_TK.numel(), device=x_TD.device)
         fingerprint = draws.mix(ids_TK.reshape(-1) * ids_TK.numel() + place_N).sum()
-    return out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint
+    return out_TD, own_out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint
 
 
 @_forward.register_fake
 def _(x_TD: Tensor, ids_TK: Tensor, alpha_TK: Tensor, gate_up_proj: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    save, train = args[12], args[14]
+    router_grad, save, train = args[11], args[12], args[14]
     num_pairs, num_experts = ids_TK.numel(), gate_up_proj.shape[0]
 
     def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -195,6 +201,7 @@ def _(x_TD: Tensor, ids_TK: Tensor, alpha_TK: Tensor, gate_up_proj: Tensor, *arg
 
     return (
         torch.empty_like(x_TD, memory_format=torch.contiguous_format),
+        x_TD.new_empty(x_TD.shape[0] if train and router_grad == "sum_rule" else 0, x_TD.shape[1]),
         x_TD.new_empty(num_pairs if train and save == "preactivation" else 0, gate_up_proj.shape[1]),
         x_TD.new_empty(num_pairs if train else 0, dtype=alpha_TK.dtype),
         ints(num_pairs),
@@ -265,7 +272,7 @@ def _backward(
     )
     wanted = Needs(**dict(zip(_DIFFERENTIABLE, needs, strict=True)))
     meter = Meter.find(handle)
-    with Stopwatch(meter, "backward_seconds", x_TD.device.type == "cpu"):
+    with Stopwatch(meter, "backward_seconds", x_TD.device.type == "cpu"), without_autocast(x_TD.device):
         gradients = backward_pass(grad_TD, saved, recipe, wanted, meter)
     dx, dalpha, dgate_up, ddown, dgate_up_bias, ddown_bias = (
         x_TD.new_empty(0) if gradient is None else gradient for gradient in gradients
@@ -296,11 +303,9 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x_TD, _, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T = inputs[:8]
     activation, selector, metric, _, router_grad, save, error_budget, _ = inputs[11:]
-    out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint = output
-    # Of the output only the sum rule has a use.
-    out_TD = out_TD if router_grad == "sum_rule" else x_TD.new_empty(0)
+    _, own_out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint = output
     ctx.save_for_backward(
-        x_TD, out_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
+        x_TD, own_out_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
         h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint,
     )  # fmt: skip
     ctx.recipe = (activation, selector, metric, router_grad, save, error_budget)

@@ -50,7 +50,7 @@ def reference_experts(
         # The value of y with w times its gradient: what a dropped (w = 0) or reweighted pair sends upstream.
         w = weight_TK[token, choice, None].to(y.dtype)
         y_TKD = y_TKD.index_put((token, choice), w * y + (1 - w) * y.detach())
-    alpha_TK = topk_weights_TK.to(x_TD.dtype)
+    alpha_TK = torch.where(topk_ids_TK >= 0, topk_weights_TK.to(x_TD.dtype), 0)
     kept_TK = weight_TK != 0
     if router_grad == "exact":
         return (torch.where(live_TK, alpha_TK, alpha_TK.detach()).unsqueeze(-1) * y_TKD).sum(dim=1)

@@ -54,8 +54,9 @@ def check_arguments(
     ):
         if tensor is not None and not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
-        if tensor is not None and tensor.device != x_TD.device:
-            raise ValueError(f"{name} is on {tensor.device}, x_TD on {x_TD.device}; move them to one device")
+        _expect_device(name, tensor, x_TD)
+    _expect_device("topk_ids_TK", topk_ids_TK, x_TD)
+    _expect_device("token_mask_T", token_mask_T, x_TD)
 
 
 def check_ids(ids_TK: Tensor, num_experts: int) -> None:
@@ -93,6 +94,11 @@ def check_same_routing(recomputed: Tensor, original: Tensor) -> None:
 def _expect(name: str, tensor: Tensor, shape: tuple[int, ...], meaning: str) -> None:
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{name} must have shape {tuple(shape)}, {meaning}; got {_shape(tensor)}")
+
+
+def _expect_device(name: str, tensor: Tensor | None, x_TD: Tensor) -> None:
+    if tensor is not None and tensor.device != x_TD.device:
+        raise ValueError(f"{name} is on {tensor.device}, x_TD on {x_TD.device}; move them to one device")
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

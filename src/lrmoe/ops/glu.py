@@ -37,13 +37,14 @@ def glu_backward(
     row_M: Tensor | None,
     t_MF: Tensor,
     scale_M: Tensor,
+    phi_scale_M: Tensor,
     activation: Activation,
     *,
     gradients: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dh_M2F, scaled_phi_MF, dalpha_M) from t = W_down^T g, unscaled.
 
-    dphi = scale * t gives dh; scaled_phi = scale * phi is the operand of the down projection's wgrad;
+    dphi = scale * t gives dh; scaled_phi = phi_scale * phi is the operand of the down projection's wgrad;
     dalpha = <t, phi> in fp32 or better. With ``gradients=False`` only dalpha is computed.
 
     Args:
@@ -65,7 +66,7 @@ def glu_backward(
         scale = scale_M[rows, None].to(dtype)
         phi, dgate, dup = activation.backward(gate, up, t * scale)
         torch.sum(t.mul(phi), dim=-1, out=dalpha_M[rows])
-        scaled_phi_MF[rows] = phi.mul_(scale)
+        scaled_phi_MF[rows] = phi.mul_(phi_scale_M[rows, None].to(dtype))
         gate_out, up_out = activation.split(dh_M2F[rows])
         gate_out.copy_(dgate)
         up_out.copy_(dup)

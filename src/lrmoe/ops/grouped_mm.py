@@ -20,7 +20,8 @@ _HALF = (torch.bfloat16, torch.float16)
 def grouped_mm(a_MX: Tensor, b_EXY: Tensor, offs_E: Tensor) -> Tensor:
     """(M, Y): each group's rows times its matrix. ``b_EXY`` may be a transposed view."""
     if _native(a_MX, b_EXY):
-        return F.grouped_mm(a_MX, b_EXY, offs=offs_E)
+        # Rows of an odd width come back padded to 16 bytes.
+        return F.grouped_mm(a_MX, b_EXY, offs=offs_E).contiguous()
     out_MY = a_MX.new_empty(a_MX.shape[0], b_EXY.shape[2])
     for expert, rows in _groups(offs_E):
         out_MY[rows] = _product(a_MX[rows], b_EXY[expert])
@@ -30,7 +31,7 @@ def grouped_mm(a_MX: Tensor, b_EXY: Tensor, offs_E: Tensor) -> Tensor:
 def grouped_wgrad(a_MX: Tensor, b_MY: Tensor, offs_E: Tensor) -> Tensor:
     """(E, X, Y): for each group, the transpose of its rows of ``a`` times its rows of ``b``; exact zeros if empty."""
     if _native(a_MX, b_MY):
-        return F.grouped_mm(a_MX.t(), b_MY, offs=offs_E)
+        return F.grouped_mm(a_MX.t(), b_MY, offs=offs_E).contiguous()
     out_EXY = a_MX.new_zeros(offs_E.numel(), a_MX.shape[1], b_MY.shape[1])
     for expert, rows in _groups(offs_E):
         out_EXY[expert] = _product(a_MX[rows].t(), b_MY[rows])

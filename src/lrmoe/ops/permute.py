@@ -29,12 +29,14 @@ def count_per_expert(ids_N: Tensor, num_experts: int) -> Tensor:
 def weighted_combine(y_ND: Tensor, alpha_TK: Tensor, pair_N: Tensor, live: Tensor) -> Tensor:
     """(T, D): sum over a token's choices of alpha times its row of ``y_ND``, which lies in the order of ``pair_N``.
 
-    Rows of ``y_ND`` from the int scalar ``live`` on are not read: it is overwritten there. Sums in fp32 or better.
+    Rows of ``y_ND`` from the int scalar ``live`` on are not read: it is overwritten there. Neither does alpha of their
+    pairs matter: a router may well give NaN to a token that it leaves without experts. Sums in fp32 or better.
     """
     num_tokens, top_k = alpha_TK.shape
     _clear_from(y_ND, live)
     row_TK = torch.empty_like(pair_N).scatter_(0, pair_N, torch.arange(pair_N.numel(), device=pair_N.device))
     row_TK = row_TK.view(num_tokens, top_k)
+    alpha_TK = alpha_TK.masked_fill(row_TK >= live, 0)
     if y_ND.dtype in (torch.float32, torch.float64):
         return F.embedding_bag(row_TK, y_ND, mode="sum", per_sample_weights=alpha_TK.to(y_ND.dtype))
     # The fused form would round the weights to half precision.

@@ -22,8 +22,11 @@ def sum_rule(alpha_TK: Tensor, dalpha_TK: Tensor, kept_TK: Tensor, live_TK: Tens
     """
     known_TK = torch.where(kept_TK, dalpha_TK, 0)
     dropped_TK = live_TK & ~kept_TK
+    alpha_TK = torch.where(live_TK, alpha_TK, 0)
     left_T = grad_dot_out_T - (alpha_TK * known_TK).sum(dim=-1)
     weight_T = torch.where(dropped_TK, alpha_TK, 0).sum(dim=-1)
-    # Pairs whose weights are all zero contributed nothing to the output: the rule says nothing of them.
-    shared_T = torch.where(weight_T == 0, 0, left_T / weight_T)
+    # Pairs whose weights vanish beside the others' left nothing in the output but its rounding, and a quotient of that
+    # can be as large as any number: the rule says nothing of them.
+    resolution_T = torch.finfo(alpha_TK.dtype).eps * alpha_TK.abs().sum(dim=-1)
+    shared_T = torch.where(weight_T.abs() <= resolution_T, 0, left_T / weight_T)
     return torch.where(dropped_TK, shared_T.unsqueeze(-1), known_TK)
