@@ -222,7 +222,7 @@ def _compare(given: dict[str, Any]) -> int:
     config = _train_config(stored, given)
     _quiet_libraries()
     from lrmoe.studies.compare import CompareConfig, compare, prepare_comparison
-    from lrmoe.studies.compare_table import HEADINGS, cells, footnote
+    from lrmoe.studies.compare_table import HEADINGS, cells
 
     prepared = prepare_comparison(
         CompareConfig(train=config, variants=tuple(variants), **own), out, resume=resume, overwrite=overwrite
@@ -231,7 +231,7 @@ def _compare(given: dict[str, Any]) -> int:
     with progress_bar(config.model, prepared.total_steps) as steps:
         summary = compare(prepared, progress=steps)
     rows = summary["rows"]
-    print_table(HEADINGS, [cells(row) for row in rows], footnote(rows, summary["baseline"]))
+    print_table(HEADINGS, [cells(row) for row in rows], summary["note"])
     console.print(f"table:  {out / 'table.md'}\nreport: {out / 'report.html'}", markup=False)
     return 0
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.studies.compare_table import make_rows, markdown
+from lrmoe.studies.compare_table import footnote, make_rows, markdown
 from lrmoe.studies.jobs import Job, Progress, run_jobs
 from lrmoe.studies.variants import Variant
 from lrmoe.training.config import TrainConfig
@@ -156,9 +156,16 @@ def _write_results(config: CompareConfig, out: Path) -> dict[str, Any]:
             records = read_records(folder / "metrics.jsonl")
             lines += [{"variant": variant.name, "seed": seed, **record} for record in records]
     rows = make_rows(summaries, config.baseline)
-    summary = {"command": "compare", "baseline": config.baseline, "seeds": list(config.seeds), "rows": rows}
+    note = footnote(rows, config.baseline, memorized=config.train.memorize_bytes)
+    summary = {
+        "command": "compare",
+        "baseline": config.baseline,
+        "seeds": list(config.seeds),
+        "note": note,
+        "rows": rows,
+    }
     write_records(out / "metrics.jsonl", lines)
-    write_text(out / "table.md", markdown(rows, config.baseline))
+    write_text(out / "table.md", markdown(rows, note))
     write_json(out / "summary.json", summary)
     from lrmoe.report import write_report
 

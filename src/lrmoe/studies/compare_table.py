@@ -101,10 +101,12 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def footnote(rows: Sequence[Row], baseline: str) -> str:
-    """What the differences are to be held against, as one sentence."""
+def footnote(rows: Sequence[Row], baseline: str, *, memorized: int | None = None) -> str:
+    """What the differences are to be held against, in a few sentences."""
     base = next(row for row in rows if row["variant"] == baseline)
     sentences = ["Losses in nats per token, training loss over the last 50 steps; times of all MoE layers in one step."]
+    if memorized is not None:
+        sentences.append(f"Validated on the training text, {memorized} bytes repeated.")
     if base["eval_loss_spread"] is None:
         sentences.append("One seed shows no spread to compare a difference with.")
     else:
@@ -120,11 +122,11 @@ def footnote(rows: Sequence[Row], baseline: str) -> str:
     return " ".join(sentences)
 
 
-def markdown(rows: Sequence[Row], baseline: str) -> str:
-    """The table for ``table.md``."""
+def markdown(rows: Sequence[Row], note: str) -> str:
+    """The table for ``table.md``, with the note below."""
     lines = [HEADINGS, ("---", *("---:" for _ in HEADINGS[1:])), *([_cell(c) for c in cells(row)] for row in rows)]
     table = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return f"{table}\n\n{footnote(rows, baseline)}\n"
+    return f"{table}\n\n{note}\n"
 
 
 def _cell(text: str) -> str:

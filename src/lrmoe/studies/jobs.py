@@ -43,19 +43,19 @@ def run_jobs(jobs: Sequence[Job], *, parallel: int, progress: Progress) -> None:
             carry_out(job, partial(progress, job.name))
         return
     context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        messages = manager.Queue()
-        with ProcessPoolExecutor(parallel, mp_context=context, initializer=_end_with_parent) as pool:
-            pending: set[Future[None]] = {pool.submit(_work, job, messages) for job in jobs}
-            try:
-                while pending:
-                    done, pending = wait(pending, timeout=0.5, return_when=FIRST_COMPLETED)
-                    _forward(messages, progress)
-                    for future in done:
-                        future.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+    messages = context.Queue()
+    with ProcessPoolExecutor(parallel, mp_context=context, initializer=_start_worker, initargs=(messages,)) as pool:
+        pending: set[Future[None]] = {pool.submit(_work, job) for job in jobs}
+        try:
+            while pending:
+                done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+                _forward(messages, progress)
+                for future in done:
+                    future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    _forward(messages, progress)
 
 
 def carry_out(job: Job, progress: Callable[[int, dict[str, Any] | None], None]) -> None:
@@ -64,12 +64,29 @@ def carry_out(job: Job, progress: Callable[[int, dict[str, Any] | None], None]) 
     train(prepare(job.config, job.out, resume=resume), progress=progress, report=False)
 
 
-def _work(job: Job, messages: Any) -> None:
+_messages: Any = None
+
+
+def _start_worker(messages: Any) -> None:
+    global _messages
+    _messages = messages
     import transformers
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    carry_out(job, lambda step, record: messages.put((job.name, step, record)))
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        # A run that outlived a killed comparison would go on writing into a folder that the next one continues.
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os._exit(1)
+
+
+def _work(job: Job) -> None:
+    carry_out(job, lambda step, record: _messages.put((job.name, step, record)))
 
 
 def _forward(messages: Any, progress: Progress) -> None:
@@ -78,16 +95,3 @@ def _forward(messages: Any, progress: Progress) -> None:
             progress(*messages.get_nowait())
         except queue.Empty:
             return
-
-
-def _end_with_parent() -> None:
-    """A run that outlived a killed comparison would go on writing into a folder that the next one continues."""
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-
-    def watch() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

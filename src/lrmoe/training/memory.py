@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 
 class SavedBytes:
-    """Distinct storages saved for backward; parameters and buffers do not count.
+    """Distinct storages saved for backward; parameters and buffers do not count. Filled in when the block ends.
 
     Attributes:
         model: bytes of all of them.
@@ -23,30 +24,31 @@ class SavedBytes:
         self.moe = 0
 
 
+class _Saved:
+    """One saved tensor; lives as long as autograd keeps it."""
+
+    __slots__ = ("__weakref__", "in_moe", "tensor")
+
+    def __init__(self, tensor: Tensor, in_moe: bool) -> None:
+        self.tensor = tensor
+        self.in_moe = in_moe
+
+
 @contextmanager
 def measure_saved_bytes(model: nn.Module, moe_modules: list[nn.Module]) -> Iterator[SavedBytes]:
-    """Counts what one forward inside the block saves. Use it around exactly one forward.
+    """Counts what one forward inside the block has saved when the block ends; its output has to be alive then.
 
     Under activation checkpointing the block's own tensors are not saved, so this counts what stays until the
     backward starts, not what the recomputation then needs.
     """
-    saved = SavedBytes()
-    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
-    seen_model: set[int] = set()
-    seen_moe: set[int] = set()
+    result = SavedBytes()
+    live: weakref.WeakSet[_Saved] = weakref.WeakSet()
     depth = 0
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        address = storage.data_ptr()
-        if address not in own:
-            if address not in seen_model:
-                seen_model.add(address)
-                saved.model += storage.nbytes()
-            if depth and address not in seen_moe:
-                seen_moe.add(address)
-                saved.moe += storage.nbytes()
-        return tensor
+    def pack(tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor, depth > 0)
+        live.add(saved)
+        return saved
 
     def enter(*_: Any) -> None:
         nonlocal depth
@@ -59,8 +61,16 @@ def measure_saved_bytes(model: nn.Module, moe_modules: list[nn.Module]) -> Itera
     handles = [module.register_forward_pre_hook(enter) for module in moe_modules]
     handles += [module.register_forward_hook(leave) for module in moe_modules]
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield saved
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+            yield result
+        own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+        result.model = _bytes([saved.tensor for saved in live], own)
+        result.moe = _bytes([saved.tensor for saved in live if saved.in_moe], own)
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _bytes(tensors: list[Tensor], excluded: set[int]) -> int:
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(size for address, size in storages.items() if address not in excluded)

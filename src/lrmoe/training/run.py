@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments, default_data_collator
 from transformers.integrations import TensorBoardCallback
 
 import lrmoe
@@ -48,6 +48,7 @@ class Prepared:
     resume: bool
     overwrite: bool
     loaded: Loaded
+    arguments: TrainingArguments
 
 
 def load(config: TrainConfig) -> Loaded:
@@ -62,8 +63,6 @@ def load(config: TrainConfig) -> Loaded:
     if limit is not None and config.seq > limit:
         raise ValueError(f"seq={config.seq} is longer than the model's max_position_embeddings={limit}; lower seq")
     text = tokenize(documents, tokenizer, seq=config.seq, memorize_bytes=config.memorize_bytes)
-    if config.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
     return Loaded(text=text, model=model, tokenizer=tokenizer, recal=lrmoe.attach(model, config.recalibration))
 
 
@@ -80,7 +79,9 @@ def prepare(config: TrainConfig, out: Path, *, resume: bool = False, overwrite: 
     loaded = load(config)
     if stored is not None:
         check_same_corpus(stored["corpus"], loaded.text.describe(), out)
-    return Prepared(config=config, out=out, resume=resume, overwrite=overwrite, loaded=loaded)
+    return Prepared(
+        config=config, out=out, resume=resume, overwrite=overwrite, loaded=loaded, arguments=_arguments(config, out)
+    )
 
 
 def check_same_settings(stored: dict[str, Any], given: dict[str, Any], out: Path) -> None:
@@ -174,7 +175,7 @@ def _run(prepared: Prepared, progress: Progress | None) -> RunRecorder:
     with _tensorboard(out, purge_step=start) as tensorboard:
         trainer = _Trainer(
             model=loaded.model,
-            args=_arguments(config, out),
+            args=prepared.arguments,
             train_dataset=TrainingOrder(
                 loaded.text.train_N,
                 seq=config.seq,
@@ -182,6 +183,8 @@ def _run(prepared: Prepared, progress: Progress | None) -> RunRecorder:
                 seed=config.seed,
             ),
             eval_dataset=ValidationSet(loaded.text.validation_N, seq=config.seq, sequences=config.eval_sequences),
+            # Sequences have one length; the tokenizer's own collator would add a padding mask of ones.
+            data_collator=default_data_collator,
             processing_class=loaded.tokenizer,
             callbacks=[recorder, tensorboard],
         )
@@ -193,6 +196,9 @@ def _run(prepared: Prepared, progress: Progress | None) -> RunRecorder:
 
 
 def _arguments(config: TrainConfig, out: Path) -> TrainingArguments:
+    # Renamed within the versions of Transformers that we take.
+    renamed = "activation_checkpointing" in TrainingArguments.__dataclass_fields__
+    checkpointing = "activation_checkpointing" if renamed else "gradient_checkpointing"
     arguments = TrainingArguments(
         output_dir=str(out / "checkpoints"),
         max_steps=config.steps,
@@ -205,7 +211,10 @@ def _arguments(config: TrainConfig, out: Path) -> TrainingArguments:
         weight_decay=config.weight_decay,
         adam_beta2=0.95,
         max_grad_norm=1.0,
+        **{checkpointing: config.gradient_checkpointing, f"{checkpointing}_kwargs": {"use_reentrant": False}},
         bf16=config.bf16,
+        # Without an accelerator the Trainer accepts bf16 only if told that the CPU is meant.
+        use_cpu=not torch.accelerator.is_available(),
         seed=config.seed,
         # The dataset is the order; a sampler of the Trainer's own would make it depend on more than the seed.
         train_sampling_strategy="sequential",
@@ -229,13 +238,19 @@ def _arguments(config: TrainConfig, out: Path) -> TrainingArguments:
 
 class _Trainer(Trainer):  # type: ignore[misc]
     """Transformers' Trainer; it tells the language-model loss from the balancing loss, leaves the latter out of
-    validations, and counts the first forward's saved bytes."""
+    validations, counts the first forward's saved bytes, and resumes the experts' weights."""
 
     def watch(self, losses: LossMeter, recorder: RunRecorder, moe_modules: list[nn.Module]) -> None:
         self._losses = losses
         self._recorder = recorder
         self._moe_modules = moe_modules
         self._measured = False
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        # Checkpoints hold one tensor per expert, the model one for all of a layer's; the Trainer's own loading does
+        # not convert, and only warns that the experts keep their initial weights.
+        stored, _ = load_model(resume_from_checkpoint, seed=0)
+        self.model.load_state_dict(stored.state_dict(), strict=True)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
