@@ -18,7 +18,7 @@ from transformers import (
 )
 
 _COMMON: dict[str, Any] = {
-    "vocab_size": 64,
+    "vocab_size": 264,  # room for the byte tokenizer, which a folder without its own is given
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
