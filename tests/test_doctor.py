@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import lrmoe
 from lrmoe.doctor import Check, DoctorReport, diagnose, installation
+from lrmoe.doctor.measure import Failed
 from lrmoe.experts import backward
 from lrmoe.hosts import transformers as host
 
@@ -24,7 +25,6 @@ def failed(report: DoctorReport) -> dict[str, str]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    # With few tokens for many experts, some keep nothing.
     build("mixtral").save_pretrained(tmp_path / "mixtral")
     return tmp_path / "mixtral"
 
@@ -88,16 +88,19 @@ def test_without_transformers_the_installation_is_checked(monkeypatch: pytest.Mo
     report = diagnose()
     assert report.ok
     assert report.model is None
-    assert [check.name for check in report.checks if "loop" in check.name] == [
-        f"operator against the loop, {selector}" for selector in ("topq", "pps", "random", "auto")
-    ] or len(report.checks) == 8
+    assert [check.name for check in report.checks] == [
+        "versions",
+        *(f"grouped GEMM, {dtype}" for dtype in ("float32", "bfloat16", "float16")),
+        *(f"operator against the loop, {selector}" for selector in ("topq", "pps", "random", "auto")),
+    ]
     with pytest.raises(ValueError, match="model='qwen3-moe-tiny' needs Transformers: install \"lrmoe"):
         diagnose("qwen3-moe-tiny")
 
 
 def test_an_old_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.8.0+cpu")
-    assert failed(diagnose())["versions"].endswith("torch must be 2.10 or newer")
+    with pytest.raises(Failed, match=r"torch 2\.8\.0\+cpu, .*; torch must be 2\.10 or newer$"):
+        installation.versions()
 
 
 # --- what is wrong is found --------------------------------------------------------------------------------------
@@ -151,7 +154,7 @@ def test_a_gradient_leaking_into_resting_experts_is_found(folder: Path, monkeypa
 
     backward_wgrad = backward.grouped_wgrad
     monkeypatch.setattr(backward, "grouped_wgrad", leaking)
-    # One pair in a hundred: most experts keep nothing... but at least one pair each, so starve them instead.
+    # An expert with load always keeps a pair, so some are given no load.
     monkeypatch.setattr(host, "controlled_experts", broken(only_experts_below_three))
     found = failed(diagnose(str(folder)))
     assert "experts [3, 4, 5] kept no pair but moved" in found["experts learn"]
