@@ -8,7 +8,8 @@ from __future__ import annotations
 
 def pps_probabilities(r: list[float], q: int) -> list[float]:
     """Inclusion probabilities min(1, r/theta) that add up to q: the largest are made sure, one after the other, while
-    their share of what is left exceeds 1. Pairs of score 0 share evenly what the others leave of the quota."""
+    their probability would be 1, or so close to it that the rest weighs less than fp32 can tell. Pairs of score 0
+    share evenly what the others leave of the quota."""
     order = sorted(range(len(r)), key=lambda i: -r[i])
     p = [0.0] * len(r)
     left = q
@@ -18,7 +19,7 @@ def pps_probabilities(r: list[float], q: int) -> list[float]:
             for i in order:
                 p[i] = left / len(order)
             break
-        if r[order[0]] * left < total:
+        if r[order[0]] * left < total * (1 - 1e-7):
             for i in order:
                 p[i] = r[i] * left / total
             break
@@ -28,8 +29,14 @@ def pps_probabilities(r: list[float], q: int) -> list[float]:
 
 
 def variance(r: list[float], p: list[float]) -> float:
-    """sum R (1/p - 1): the variance of the sum of kept contributions times 1/p, for incoherent contributions."""
-    return sum(ri * ri * (1.0 / pi - 1.0) for ri, pi in zip(r, p, strict=True) if ri > 0)
+    """sum R (1/p - 1): the variance of the sum of kept contributions times 1/p, for incoherent contributions. A pair
+    that is never kept is missing from the sum: R."""
+    return sum(ri * ri * (1.0 / pi - 1.0 if pi > 0 else 1.0) for ri, pi in zip(r, p, strict=True))
+
+
+def floored(r: list[float]) -> list[float]:
+    """The documented floor of the sampling: a positive score counts as at least 1e-7 of the largest."""
+    return [max(ri, 1e-7 * max(r)) if ri > 0 else 0.0 for ri in r]
 
 
 def top_q(r: list[float], q: int) -> set[int]:

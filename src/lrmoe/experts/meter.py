@@ -42,7 +42,8 @@ class BackwardStats:
     """Scalars of one backward, on the device they were computed on (no synchronisation).
 
     ``load_E``, ``kept_E`` int64 pairs; ``importance_total``, ``importance_kept`` sums of R, fp64;
-    ``variance``: V*, the least variance any unbiased design with these quotas has, in units of R, fp64.
+    ``variance``: V*, the least variance any unbiased design with these quotas has, in units of R, fp64; an expert that
+    keeps nothing counts with its sum of R.
     """
 
     load_E: Tensor

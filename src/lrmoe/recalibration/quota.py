@@ -18,7 +18,8 @@ def quotas(kind: Quota, load_E: Tensor, drop: float) -> Tensor:
     has any (with more loaded experts than pairs to keep, each keeps one, and the total is their number).
     ``level``: only the most loaded drop, down to a common cap.
     """
-    target = torch.floor((1.0 - drop) * load_E.sum() + 0.5).to(torch.int64)
+    # In fp64, which an int64 tensor times a float would not be.
+    target = torch.floor((1.0 - drop) * load_E.sum().to(torch.float64) + 0.5).to(torch.int64)
     return _same_share(load_E, drop, target) if kind == "expert" else level(load_E, target)
 
 

@@ -78,7 +78,8 @@ def design(ranking: Ranking, quota_E: Tensor) -> Design:
 
     With c rows kept surely (p = 1) and B the sum of r over the rest, theta = B / (quota - c) and
     V* = B^2 / (quota - c) - sum_rest R. Rows are sure from the top while r (quota - i) >= sum of r from row i on.
-    Rows of score 0 share what the others leave of the quota evenly.
+    Rows of score 0 share what the others leave of the quota evenly. An expert that keeps nothing counts with its sum R:
+    all of it is missing from the gradient.
     """
     segments, score_N = ranking.segments, ranking.score_N
     total_N = segments.spread(segments.total(score_N))
@@ -97,7 +98,8 @@ def design(ranking: Ranking, quota_E: Tensor) -> Design:
     size_E = torch.where(rest_share_E > 0, rest_share_E, rest_count_E.to(torch.float64))
     chance_N = size_N * segments.spread(free_E / size_E.clamp(min=torch.finfo(torch.float64).tiny))
     probability_N = torch.where(rest_N, chance_N, (sure_N | flawed_N).to(torch.float64))
-    variance_N = torch.where(rest_N & (chance_N > 0), score_N.square() * (1.0 / chance_N - 1.0), 0.0)
+    surplus_N = torch.where(chance_N > 0, 1.0 / chance_N - 1.0, 1.0)
+    variance_N = torch.where(rest_N, score_N.square() * surplus_N, 0.0)
     return Design(probability_N, free_E, segments.total(variance_N))
 
 
@@ -215,8 +217,9 @@ def _raise_to_budget(ranking: Ranking, quota_E: Tensor, selector: Selector, budg
         # Sampling q of n evenly has variance (n/q - 1) sum R.
         needed_E = torch.ceil(load_E / (1.0 + budget)).to(torch.int64)
         return torch.minimum(torch.maximum(quota_E, needed_E), load_E)
-    # V* falls as the quota rises: bisect between the quota and the load, all experts at once.
-    low_E, high_E = quota_E.clone(), load_E.clone()
+    # V* falls as the quota rises from 1 on: bisect between the quota and the load, all experts at once.
+    low_E = torch.maximum(quota_E, ranking.flawed_E + (total_E > 0).to(torch.int64))
+    high_E = load_E.clone()
     for _ in range(max(1, segments.of_N.numel().bit_length())):
         middle_E = (low_E + high_E) // 2
         enough_E = design(ranking, middle_E).variance_E <= budget * total_E
