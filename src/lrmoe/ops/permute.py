@@ -22,7 +22,7 @@ def sort_by_expert(ids_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 def count_per_expert(ids_N: Tensor, num_experts: int) -> Tensor:
     """(E,) int64: how often each id in [0, E) occurs; -1 is not counted. No synchronisation, unlike bincount."""
     count_S = torch.zeros(num_experts + 1, dtype=torch.int64, device=ids_N.device)
-    count_S.index_add_(0, torch.where(ids_N < 0, num_experts, ids_N), torch.ones_like(ids_N))
+    count_S.index_add_(0, torch.where(ids_N < 0, num_experts, ids_N), torch.ones_like(ids_N, dtype=torch.int64))
     return count_S[:-1].clone()
 
 
