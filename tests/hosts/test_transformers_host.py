@@ -316,6 +316,7 @@ def test_detach_restores_the_model(before: str, monkeypatch: pytest.MonkeyPatch)
     gradients(model, batch())
     recal.detach()
     assert model.config._experts_implementation == before
+    assert all(experts.config is model.config for experts in experts_of(model).values())
     assert not any(hasattr(m, "lrmoe_control") or m._forward_pre_hooks for m in model.modules())
     found = gradients(model, batch())
     assert torch.equal(found[0], expected[0])
@@ -363,8 +364,8 @@ def test_a_copied_model_has_a_recalibrator_of_its_own(how: str) -> None:
     assert recal.metrics()["layers"] == {}
     assert {n: r["load"] for n, r in twins.metrics()["layers"].items()} == {n: r["load"] for n, r in counted.items()}
     twins.detach()
-    assert twin.config._experts_implementation == "eager"
-    assert model.config._experts_implementation == "lrmoe"
+    assert {experts.config._experts_implementation for experts in experts_of(twin).values()} == {"eager"}
+    assert {experts.config._experts_implementation for experts in experts_of(model).values()} == {"lrmoe"}
     assert all(hasattr(module, "lrmoe_control") for module in experts_of(model).values())
 
 
@@ -400,6 +401,33 @@ def test_attach_to_the_inner_model_only() -> None:
         lrmoe.attach(model, DROP)
     recal.detach()
     lrmoe.attach(model, DROP)
+
+
+def test_attaching_a_part_leaves_the_rest_as_it_was() -> None:
+    model, stock = build("qwen3_moe"), build("qwen3_moe")
+    lrmoe.attach(model.model.layers[1], DROP)
+    with lrmoe.recording() as calls, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, grads = gradients(model, batch())
+    assert len(calls) == 1
+    _, expected = gradients(stock, batch())
+    last = "model.layers.1.mlp.experts.gate_up_proj"
+    assert not torch.allclose(grads[last], expected[last], rtol=1e-2)
+    assert [experts.config._experts_implementation for experts in experts_of(model).values()] == ["eager", "lrmoe"]
+
+
+def test_models_that_share_a_config_are_attached_apart() -> None:
+    first = build("qwen3_moe")
+    second = type(first)(first.config).train()
+    assert second.config is first.config
+    recal = lrmoe.attach(first, DROP)
+    lrmoe.attach(second, DROP)
+    recal.detach()
+    with lrmoe.recording() as calls:
+        gradients(first, batch())
+        assert len(calls) == 0
+        gradients(second, batch())
+    assert len(calls) == 2
 
 
 def test_a_part_of_an_attached_model_cannot_be_attached_again() -> None:

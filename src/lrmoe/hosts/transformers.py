@@ -8,6 +8,7 @@ T tokens (B*S, batch-major), K choices, E experts, D model width, F expert width
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -108,18 +109,16 @@ def _warn_not_attached() -> None:
 class _Binding:
     """The way back from :meth:`_TransformersHost.bind`. An object, not a closure: a model must stay picklable."""
 
-    def __init__(self, modules: list[Experts], before: list[tuple[Any, str | None]], undo: list[Any]) -> None:
+    def __init__(self, modules: list[Experts], configs: list[Any], unwrap: Callable[[], None]) -> None:
         self._modules = modules
-        self._before = before
-        self._undo = undo
+        self._configs = configs
+        self._unwrap = unwrap
 
     def __call__(self) -> None:
-        for module in self._modules:
+        for module, config in zip(self._modules, self._configs, strict=True):
+            module.config = config
             del module.lrmoe_control
-        for config, implementation in self._before:
-            config._experts_implementation_internal = implementation
-        for undo in self._undo:
-            undo()
+        self._unwrap()
 
 
 class _TransformersHost:
@@ -143,15 +142,14 @@ class _TransformersHost:
 
     def bind(self, model: nn.Module, controls: dict[str, LayerControl]) -> Callable[[], None]:
         modules: dict[str, Experts] = {name: model.get_submodule(name) for name in controls}
-        # A module asks its config which implementation to run. Configs are shared between modules, not between models.
-        configs = {id(module.config): module.config for module in modules.values()}
-        before = [(config, config._experts_implementation) for config in configs.values()]
+        before = [module.config for module in modules.values()]
         for name, module in modules.items():
+            # The module asks its config which implementation to run. With a config of its own, neither the model's
+            # other parts nor other models that share the config are switched along.
+            module.config = copy.copy(module.config)
+            module.config._experts_implementation_internal = NAME
             module.lrmoe_control = controls[name]
-        for config in configs.values():
-            # Not the public property, which would also switch sub-models that are not part of `model`.
-            config._experts_implementation_internal = NAME
-        return _Binding(list(modules.values()), before, [follow_recomputes(model, list(controls.values()))])
+        return _Binding(list(modules.values()), before, follow_recomputes(model, list(controls.values())))
 
 
 ExpertsInterface.register(NAME, lrmoe_experts_forward)
