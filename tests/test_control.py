@@ -259,6 +259,27 @@ def test_a_state_does_not_depend_on_wrappers() -> None:
     assert wrapped.state_dict() == plain.state_dict()
 
 
+def test_a_layer_wrapped_after_attaching_is_still_moved_along() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model = Model(selection_bias=True)
+    recal = lrmoe.attach(model, CONFIG)
+    layer = model.first
+    model.first = Wrapper(layer)
+    train(model)
+    recal.step()
+    assert layer.router.selection_bias.abs().sum() > 0
+    assert recal.modules()["first"] is layer
+    recal.detach()
+    assert layer.control is layer._own_control
+
+
 # --- attach and detach -------------------------------------------------------------------------------------------
 
 

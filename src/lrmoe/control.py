@@ -117,6 +117,9 @@ class Recalibrator:
         known = config if config.total_steps is not None else replace(config, final_dense_steps=0)
         self.clock = Clock(known, microbatch=-1)
         self.layers = {name: LayerControl(self.clock, layer=i, name=name) for i, name in enumerate(names)}
+        modules = {name: module for _, layers in found for name, module in layers.items()}
+        # Held, not looked up again: wrappers that come later change where a module is found.
+        self._modules = {name: modules[name] for name in names}
         self.steps_with_optimizer = optimizer is not None
         self._last_drop: float | None = None
         self._backwards_seen = 0
@@ -140,7 +143,7 @@ class Recalibrator:
 
     def modules(self) -> dict[str, nn.Module]:
         """The attached modules, by the names of ``layers``."""
-        return {name: self._model.get_submodule(name) for name in self.layers}
+        return dict(self._modules)
 
     def set_total_steps(self, total_steps: int) -> None:
         """Tells the schedule how long the run is; needed for ``final_dense_steps``. A length that the config gave
@@ -158,7 +161,7 @@ class Recalibrator:
         """Call once after each optimizer step: moves the schedule and the draws on, and lets each
         :class:`lrmoe.MoE` router with a selection bias update it from the loads of the step."""
         self._warn_if_bypassed()
-        for layer in self.modules().values():
+        for layer in self._modules.values():
             if isinstance(layer, MoE):
                 layer.update_selection_bias()
         self._last_drop = float(self.clock.drop)
