@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -12,6 +13,7 @@ from typing import Any, NoReturn, get_args
 import lrmoe
 from lrmoe.config import LRMoEConfig, Metric, Quota, RouterGrad, Save, Selector
 
+# The packages of the extra "train".
 _EXTRA = ("transformers", "accelerate", "plotly", "tensorboard", "rich", "numpy")
 
 # Options of the recalibration; --seed and --steps also give it its seed and the length of the run.
@@ -173,6 +175,12 @@ def _train_config(stored: dict[str, Any], given: dict[str, Any]) -> Any:
     return TrainConfig.from_dict({**values, **given, "recalibration": recalibration})
 
 
+def _need(*packages: str) -> None:
+    """Looks for packages before anything is written; what is missing is reported by :func:`main`."""
+    for package in packages:
+        importlib.import_module(package)
+
+
 def _quiet_libraries() -> None:
     import transformers
 
@@ -181,6 +189,7 @@ def _quiet_libraries() -> None:
 
 
 def _train(given: dict[str, Any]) -> int:
+    _need(*_EXTRA)
     from lrmoe.terminal import console, print_summary, progress_bar
 
     out, resume, overwrite = given.pop("out"), given.pop("resume", False), given.pop("overwrite", False)
@@ -202,6 +211,7 @@ def _train(given: dict[str, Any]) -> int:
 
 
 def _compare(given: dict[str, Any]) -> int:
+    _need(*_EXTRA)
     from lrmoe.studies.variants import Variant, parse_variants
     from lrmoe.terminal import console, print_table, progress_bar
 
@@ -237,6 +247,7 @@ def _compare(given: dict[str, Any]) -> int:
 
 
 def _report(given: dict[str, Any]) -> int:
+    _need("plotly")
     from lrmoe.report import write_report
 
     print(write_report(given["run"]))

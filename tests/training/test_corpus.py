@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import CONFIG_MAPPING
 
 from lrmoe.training.text import TrainingOrder, ValidationSet, read_documents, tokenize
-from lrmoe.training.tokenizer import byte_tokenizer, encode
+from lrmoe.training.tokenizer import byte_tokenizer, encode, load_tokenizer
 
 
 def write_files(folder: Path, count: int, size: int = 100) -> Path:
@@ -161,6 +162,30 @@ def test_bytes_become_ids_as_the_tokenizer_has_them() -> None:
     text = "def f():\n\treturn 'größe 中 🙂'\r\n"
     assert encode(tokenizer, [text.encode()]).tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(encode(tokenizer, [text.encode()])) == text
+
+
+@given(st.binary(max_size=40))
+def test_any_bytes_become_ids(document: bytes) -> None:
+    assert encode(byte_tokenizer(), [document]).tolist() == [byte + 3 for byte in document]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "mixtral", "deepseek_v3", "olmoe", "gpt_oss"])
+def test_tokenizer_comes_back_beside_any_architecture(kind: str, tmp_path: Path) -> None:
+    byte_tokenizer().save_pretrained(tmp_path)
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path, 259)
+    text = "a size\tgröße </x>"
+    assert loaded(text)["input_ids"] == encode(loaded, [text.encode()]).tolist() == [byte + 3 for byte in text.encode()]
+
+
+def test_text_goes_through_a_folders_own_tokenizer(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "one": 1, "two": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="[UNK]").save_pretrained(tmp_path)
+    assert encode(load_tokenizer(tmp_path, 3), [b"one two", b"three one"]).tolist() == [1, 2, 0, 1]
 
 
 def test_text_that_looks_like_a_special_token_stays_text() -> None:

@@ -25,7 +25,9 @@ class TrainConfig:
         ValueError: naming the field, the value and what it may be.
     """
 
-    model: str = _field("qwen3-moe-tiny", "preset, or folder of a checkpoint in Transformers' format")
+    model: str = _field(
+        "qwen3-moe-tiny", "preset (qwen3-moe-tiny, glm4-moe-tiny), or folder of a checkpoint in Transformers' format"
+    )
     text: str | None = _field(None, "file or folder to train on; default: the Python standard library's source")
     steps: int = _field(400, "optimizer steps")
     batch: int = _field(16, "sequences per microbatch")

@@ -92,17 +92,28 @@ def load_model(name: str, *, seed: int) -> tuple[PreTrainedModel, Any]:
     folder = newest_checkpoint(given) or given
     if not (folder / "config.json").is_file():
         raise ValueError(f"model={name!r} holds no config.json; give a folder that save_pretrained wrote")
+    model = load_weights(folder)
+    return model, load_tokenizer(folder, model.config.get_text_config().vocab_size)
+
+
+def load_weights(folder: Path) -> PreTrainedModel:
+    """The model of a checkpoint folder, in float32.
+
+    Raises:
+        ValueError: if the folder cannot be loaded, or its weights are not exactly those of its configuration.
+    """
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     except Exception as error:  # Whatever a broken or foreign folder makes the library raise.
-        raise ValueError(f"model={name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+        raise ValueError(f"model={str(folder)!r} cannot be loaded: {' '.join(str(error).split())}") from error
     # from_pretrained only warns of these, and initialises or leaves out what does not match.
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if loading.get(kind):
             keys = [str(key) for key in loading[kind]]
             raise ValueError(
-                f"model={name!r} does not match its config.json: {len(keys)} {kind.replace('_', ' ')}, e.g. {keys[0]}"
+                f"model={str(folder)!r} does not match its config.json: {len(keys)} {kind.replace('_', ' ')}, "
+                f"e.g. {keys[0]}"
             )
-    return model, load_tokenizer(folder, model.config.get_text_config().vocab_size)
+    return model

@@ -23,7 +23,7 @@ from lrmoe.training.checkpoints import newest_checkpoint
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.files import check_out_folder, clear_run, locked, read_json, write_json
 from lrmoe.training.memory import measure_saved_bytes
-from lrmoe.training.presets import load_model
+from lrmoe.training.presets import load_model, load_weights
 from lrmoe.training.recorder import LossMeter, Progress, RunRecorder
 from lrmoe.training.summary import summarize
 from lrmoe.training.text import TokenText, TrainingOrder, ValidationSet, read_documents, tokenize
@@ -249,8 +249,7 @@ class _Trainer(Trainer):  # type: ignore[misc]
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # Checkpoints hold one tensor per expert, the model one for all of a layer's; the Trainer's own loading does
         # not convert, and only warns that the experts keep their initial weights.
-        stored, _ = load_model(resume_from_checkpoint, seed=0)
-        self.model.load_state_dict(stored.state_dict(), strict=True)
+        self.model.load_state_dict(load_weights(Path(resume_from_checkpoint)).state_dict(), strict=True)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -5,18 +5,43 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-# ByT5's ids: pad, end of text and unknown come before the 256 bytes.
-BYTE_VOCAB_SIZE = 259
+# The order of ByT5: pad, end of text and unknown come before the 256 bytes.
+_SPECIAL = ("<pad>", "</s>", "<unk>")
+_OFFSET = len(_SPECIAL)
+BYTE_VOCAB_SIZE = _OFFSET + 256
 
 
 def byte_tokenizer() -> Any:
-    """Transformers' ByT5 tokenizer without its sentinels: id = byte + 3, end of text = 1, 259 ids in all."""
-    from transformers import ByT5Tokenizer
+    """A Transformers tokenizer with one id a byte: id = byte + 3, end of text = 1, 259 ids in all.
 
-    return ByT5Tokenizer(extra_ids=0)
+    Built from the ``tokenizers`` library's byte-level parts without a single merge, so that ``AutoTokenizer`` loads it
+    beside a model of any architecture.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_vocabulary(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    pad, end, unknown = _SPECIAL
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=pad,
+        eos_token=end,
+        unk_token=unknown,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    special = {token: i for i, token in enumerate(_SPECIAL)}
+    return special | {character: byte + _OFFSET for byte, character in bytes_to_unicode().items()}
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Any:
@@ -31,7 +56,8 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Any:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # Whatever a broken file makes a tokenizer library raise.
-            raise ValueError(f"the tokenizer in model={str(folder)!r} cannot be loaded: {error}") from error
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the tokenizer in model={str(folder)!r} cannot be loaded: {reason}") from error
     else:
         tokenizer = byte_tokenizer()
     if len(tokenizer) > vocab_size:
@@ -45,15 +71,14 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Any:
 def encode(tokenizer: Any, documents: list[bytes]) -> Tensor:
     """One stream of token ids (n,), int32, with the end-of-text id between documents where the tokenizer has one.
 
-    A byte tokenizer takes the bytes as they are: text that looks like a special token stays text.
+    The byte tokenizer takes the bytes as they are: text that looks like a special token stays text.
     """
-    from transformers import ByT5Tokenizer
-
     separator = torch.tensor([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], dtype=torch.int32)
+    is_bytes = tokenizer.get_vocab() == _byte_vocabulary()
     parts: list[Tensor] = []
     for document in documents:
-        if isinstance(tokenizer, ByT5Tokenizer):
-            ids = torch.frombuffer(bytearray(document), dtype=torch.uint8).int() + tokenizer.offset
+        if is_bytes:
+            ids = torch.from_numpy(np.frombuffer(document, dtype=np.uint8).astype(np.int32)) + _OFFSET
         else:
             text = document.decode("utf-8", errors="strict")
             ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int32)
