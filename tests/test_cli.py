@@ -170,6 +170,28 @@ def test_compare_prints_and_writes_the_table(
     assert (out / "table.md").read_text() == table
 
 
+def test_doctor_lists_its_checks(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("doctor", "--model", model, "--drop", "0.5", "--selector", "topq") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("ok   ") for line in lines[:-1])
+    assert any("gradients at drop=0.5 equal the loop" in line for line in lines)
+    assert lines[-1] == f"{model}: {len(lines) - 1} checks, all is well"
+
+
+def test_doctor_of_a_model_without_experts_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=259, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert run("doctor", "--model", str(tmp_path)) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("FAIL layers found: no MoE layer") for line in lines)
+    assert lines[-1].endswith("1 failed")
+
+
 @pytest.mark.parametrize(
     ("verb", "package"),
     [(["train", "--out", "x"], "transformers"), (["compare", "--out", "x"], "rich"), (["report", "x"], "plotly")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -100,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
 
     doctor = verb("doctor", _doctor, "Check the installation, and that a model's experts learn under recalibration.")
     doctor.add_argument("--model", metavar="MODEL", help="preset or checkpoint folder to check (qwen3-moe-tiny)")
+    doctor.add_argument("--compile", action="store_true", help="also train a step under torch.compile (a minute)")
+    doctor.add_argument("--device", metavar="DEVICE", help="cpu, cuda, ... (cuda where there is one, else cpu)")
     _add_recalibration_options(doctor)
     return parser
 
@@ -255,7 +258,21 @@ def _report(given: dict[str, Any]) -> int:
 
 
 def _doctor(given: dict[str, Any]) -> int:
-    raise NotImplementedError
+    from lrmoe.doctor import Check, diagnose
+
+    if importlib.util.find_spec("transformers") is not None:
+        _quiet_libraries()
+
+    def show(check: Check) -> None:
+        print(f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}", flush=True)
+
+    config = LRMoEConfig(**_take_recalibration(given))
+    report = diagnose(config=config, on_check=show, **given)
+    failed = sum(not check.ok for check in report.checks)
+    subject = "the installation" if report.model is None else report.model
+    verdict = "all is well" if report.ok else f"{failed} failed"
+    print(f"{subject}: {len(report.checks)} checks, {verdict}")
+    return 0 if report.ok else 1
 
 
 def _say_skipped(corpus: dict[str, Any]) -> None:
