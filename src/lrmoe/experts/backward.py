@@ -112,8 +112,8 @@ def backward_pass(grad_TD: Tensor, saved: Saved, recipe: Recipe, needs: Needs, m
         _report(meter, kept, score_N, grad_TD, saved, recipe, ordered, segments)
     with record_function("lrmoe::index"):
         rows = Rows(
-            ordered.row_N[kept.index_M],
-            ordered.pair_N[kept.index_M],
+            ordered.row_N.index_select(0, kept.index_M),
+            ordered.pair_N.index_select(0, kept.index_M),
             kept.count_E.cumsum(0).to(torch.int32),
             # Every saved row, in its order: nothing to gather.
             everything=everything and saved.token_mask_T is None,
@@ -137,7 +137,7 @@ def _order_rows(saved: Saved) -> _Ordered:
         expert_N = torch.bucketize(row_N, saved.offs_E.to(torch.int64), right=True)
         real_N = saved.token_mask_T[saved.pair_N // top_k]
         row_N = torch.argsort(torch.where(real_N, expert_N, num_experts), stable=True)
-    return _Ordered(row_N, saved.pair_N[row_N])
+    return _Ordered(row_N, saved.pair_N.index_select(0, row_N))
 
 
 def _scores(metric: Metric, grad_TD: Tensor, saved: Saved, ordered: _Ordered, segments: Segments) -> Tensor:
@@ -149,8 +149,8 @@ def _scores(metric: Metric, grad_TD: Tensor, saved: Saved, ordered: _Ordered, se
     return pair_scores(
         metric,
         alpha_N=saved.alpha_TK.reshape(-1)[ordered.pair_N],
-        grad_norm_N=gradient_norms(metric, grad_TD)[ordered.pair_N // top_k],
-        phi_norm_N=saved.phi_sq_N.sqrt()[ordered.row_N],
+        grad_norm_N=gradient_norms(metric, grad_TD).index_select(0, ordered.pair_N // top_k),
+        phi_norm_N=saved.phi_sq_N.sqrt().index_select(0, ordered.row_N),
         noise_N=noise_N,
     )
 

@@ -48,7 +48,7 @@ def weighted_combine(y_ND: Tensor, alpha_TK: Tensor, pair_N: Tensor, live: Tenso
 
 def add_to_tokens(rows_MD: Tensor, pair_M: Tensor, num_tokens: int, top_k: int) -> Tensor:
     """(T, D): the sum of each token's rows, in the order of its choices; exact zeros for a token without any."""
-    row_M = torch.argsort(pair_M)
+    row_M = _rows_by_pair(pair_M, num_tokens * top_k)
     count_T = torch.zeros(num_tokens, dtype=torch.int64, device=pair_M.device)
     count_T.index_add_(0, pair_M // top_k, torch.ones_like(pair_M))
     start_T = count_T.cumsum(0) - count_T
@@ -60,6 +60,13 @@ def add_to_tokens(rows_MD: Tensor, pair_M: Tensor, num_tokens: int, top_k: int) 
         rows_k = row_M[choice_M == k]
         out_TD.index_add_(0, pair_M[rows_k] // top_k, rows_MD.index_select(0, rows_k).float())
     return out_TD.to(rows_MD.dtype)
+
+
+def _rows_by_pair(pair_M: Tensor, num_pairs: int) -> Tensor:
+    """The order that sorts the (distinct) pairs: through a table, several times faster than a sort."""
+    row_N = pair_M.new_full((num_pairs,), -1)
+    row_N[pair_M] = torch.arange(pair_M.numel(), device=pair_M.device)
+    return row_N.masked_select(row_N >= 0)
 
 
 def _clear_from(rows_ND: Tensor, live: Tensor) -> None:

@@ -29,8 +29,12 @@ def expert_keys(position: tuple[int, int, int, int], num_experts: int, stream: i
 
 def uniform(key: Tensor, counter: Tensor) -> Tensor:
     """fp64 in [0, 1), 53 random bits, for each int64 (key, counter); the two broadcast."""
-    bits = mix(key + (counter + 1) * _signed(_GOLDEN))
-    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
+    return (integer(key, counter) >> 10).to(torch.float64) * 2.0**-53
+
+
+def integer(key: Tensor, counter: Tensor) -> Tensor:
+    """int64 in [0, 2^63), for each int64 (key, counter); the two broadcast."""
+    return _shift_right(mix(key + (counter + 1) * _signed(_GOLDEN)), 1)
 
 
 def mix(z: Tensor) -> Tensor:

@@ -29,7 +29,8 @@ class Segments:
         count_S = torch.cat([load_E, rest])
         start_S = count_S.cumsum(0) - count_S
         of_N = torch.repeat_interleave(count_S, output_size=num_rows)
-        return cls(count_S, start_S, of_N, torch.arange(num_rows, device=load_E.device) - start_S[of_N])
+        position_N = torch.arange(num_rows, device=load_E.device) - start_S.index_select(0, of_N)
+        return cls(count_S, start_S, of_N, position_N)
 
     @property
     def live_N(self) -> Tensor:
@@ -47,25 +48,34 @@ class Segments:
 
     def spread(self, values_E: Tensor) -> Tensor:
         """The expert's value at each of its rows, (N,); 0 for rows of nobody."""
-        return torch.cat([values_E, values_E.new_zeros(1)])[self.of_N]
+        return torch.cat([values_E, values_E.new_zeros(1)]).index_select(0, self.of_N)
+
+    def ascending(self, key_N: Tensor) -> Tensor:
+        """Row indices, segment by segment, smallest int64 key (>= 0) first, ties by lower row. Segments keep their
+        place.
+
+        One sort does it: the segment goes above the key, whose lowest bits, as many as the segment needs, fall away.
+        """
+        segment_bits = self.count_S.numel().bit_length()
+        return torch.argsort((self.of_N << (63 - segment_bits)) | (key_N >> segment_bits), stable=True)
 
     def descending(self, values_N: Tensor) -> Tensor:
-        """Row indices, segment by segment, largest value first, ties by lower row. Segments keep their place."""
-        by_value = torch.argsort(values_N, descending=True, stable=True)
-        return by_value[torch.argsort(self.of_N[by_value], stable=True)]
+        """Row indices, segment by segment, largest value first, ties by lower row. Segments keep their place.
 
-    def shuffled(self, uniform_N: Tensor) -> Tensor:
-        """Row indices, segment by segment, in the order of draws from [0, 1). Segments keep their place."""
-        return torch.argsort(self.of_N + uniform_N, stable=True)
+        ``values_N`` fp64, >= 0 and not NaN: as integers their bits have the same order. Values that agree in all but
+        the last bits (relative difference 2^-40 for 2000 experts) count as tied.
+        """
+        infinity = 0x7FF << 52
+        return self.ascending(infinity - values_N.view(torch.int64))
 
     def running_total(self, values_N: Tensor) -> Tensor:
         """Inclusive running sum inside each segment, fp64."""
         total_N = values_N.cumsum(0)
-        before_S = torch.cat([total_N.new_zeros(1), total_N])[self.start_S]
-        return total_N - before_S[self.of_N]
+        before_S = torch.cat([total_N.new_zeros(1), total_N]).index_select(0, self.start_S)
+        return total_N - before_S.index_select(0, self.of_N)
 
     def remaining_total(self, values_N: Tensor) -> Tensor:
         """Sum from each row (inclusive) to the end of its segment, fp64."""
         after_N = values_N.flip(0).cumsum(0).flip(0)
-        beyond_S = torch.cat([after_N, after_N.new_zeros(1)])[self.start_S + self.count_S]
-        return after_N - beyond_S[self.of_N]
+        beyond_S = torch.cat([after_N, after_N.new_zeros(1)]).index_select(0, self.start_S + self.count_S)
+        return after_N - beyond_S.index_select(0, self.of_N)

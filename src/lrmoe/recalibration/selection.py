@@ -70,7 +70,7 @@ def rank(score_N: Tensor, segments: Segments) -> Ranking:
     floor_N = segments.spread(segments.largest(clean_N)) * _SCORE_FLOOR
     clean_N = torch.where(clean_N > 0, torch.maximum(clean_N, floor_N), 0.0)
     order_N = segments.descending(torch.where(flawed_N, math.inf, torch.where(live_N, score_N, 0.0)))
-    return Ranking(segments, order_N, clean_N[order_N], segments.total(flawed_N.to(torch.int64)))
+    return Ranking(segments, order_N, clean_N.index_select(0, order_N), segments.total(flawed_N.to(torch.int64)))
 
 
 def design(ranking: Ranking, quota_E: Tensor) -> Design:
@@ -130,13 +130,13 @@ def select(
         quota_E = _raise_to_budget(ranking, quota_E, selector, error_budget)
     best = design(ranking, quota_E)
     probability_N = _probabilities(ranking, quota_E, selector, best)
-    sorted_kept_N = _systematic(ranking, probability_N, quota_E, position)
-    weight_N = torch.where(sorted_kept_N, 1.0 / probability_N, 0.0)
-    kept_N = torch.empty_like(sorted_kept_N).scatter_(0, ranking.order_N, sorted_kept_N)
+    kept_ranks_N = probability_N > 0 if selector == "topq" else _systematic(ranking, probability_N, quota_E, position)
+    weight_N = torch.where(kept_ranks_N, 1.0 / probability_N, 0.0)
+    kept_N = torch.empty_like(kept_ranks_N).scatter_(0, ranking.order_N, kept_ranks_N)
     weight_N = torch.empty_like(weight_N).scatter_(0, ranking.order_N, weight_N)
     # The one place where the host learns how many rows there are.
     index_M = kept_N.nonzero().squeeze(-1)
-    return Kept(index_M, weight_N[index_M], segments.total(kept_N.to(torch.int64)), best.variance_E)
+    return Kept(index_M, weight_N.index_select(0, index_M), segments.total(kept_N.to(torch.int64)), best.variance_E)
 
 
 def keep_all(segments: Segments) -> Kept:
@@ -184,17 +184,17 @@ def _systematic(
     sure_N = probability_N >= 1.0
     free_E = quota_E - segments.total(sure_N.to(torch.int64))
     # Draws belong to the row's place in its expert's list of pairs, not to its rank.
-    own_place_N = segments.position_N[ranking.order_N]
+    own_place_N = segments.position_N.index_select(0, ranking.order_N)
     key_E = draws.expert_keys(position, num_experts, draws.PERMUTATION, chance_N.device)
-    draw_N = draws.uniform(segments.spread(key_E), own_place_N)
+    draw_N = draws.integer(segments.spread(key_E), own_place_N)
     # Rows left to chance come last, so that what rounding does to the end of the line falls on one of them.
-    shuffle_N = segments.shuffled(0.5 * (draw_N + (chance_N > 0)))
+    shuffle_N = segments.ascending((draw_N >> 1) | ((chance_N > 0).to(torch.int64) << 62))
     offset_key_E = draws.expert_keys(position, num_experts, draws.OFFSET, chance_N.device)
     offset_N = segments.spread(draws.uniform(offset_key_E, torch.zeros_like(offset_key_E)))
-    end_N = segments.running_total(chance_N[shuffle_N])
+    end_N = segments.running_total(chance_N.index_select(0, shuffle_N))
     # The total is an integer but for rounding; say so exactly, or a row would be lost or gained at the end.
     limit_N = segments.spread(free_E.to(torch.float64))
-    last_N = segments.position_N == segments.count_S[segments.of_N] - 1
+    last_N = segments.position_N == segments.count_S.index_select(0, segments.of_N) - 1
     end_N = torch.where(last_N, limit_N, torch.minimum(end_N, limit_N))
     passed_N = torch.floor(end_N + offset_N)
     before_N = torch.cat([passed_N.new_zeros(1), passed_N])[:-1]
