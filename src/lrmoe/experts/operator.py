@@ -107,7 +107,8 @@ def controlled_experts(
     """
     check_arguments(x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T)
     device = x_TD.device.type
-    autocast = torch.is_autocast_enabled(device)
+    # Devices without autocast, such as meta, refuse the question.
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else gate_up_proj.dtype
     config = control.config
     trainable = (x_TD, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias)
