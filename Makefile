@@ -1,0 +1,49 @@
+# Everything runs in .venv, which is made on first use and again when the dependencies change.
+# Needs python3 (3.10 or newer, with its venv module) and make; PYTHON=python3.12 chooses another interpreter.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+
+.PHONY: help demo test test-slow lint format clean
+
+help:
+	@echo "make demo       train three variants of a small model and compare them (minutes)"
+	@echo "make test       the test suite"
+	@echo "make test-slow  the tests that take minutes"
+	@echo "make lint       ruff and mypy"
+	@echo "make format     let ruff format the code"
+	@echo "make clean      remove .venv and what the demo wrote"
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "LRMoE needs Python 3.10 or newer: make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -m venv .venv || \
+		{ echo "python3 has no venv module: install it (Debian and Ubuntu: python3-venv)" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[dev]" -c constraints.txt
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/lrmoe compare --model qwen3-moe-tiny --steps 150 --seeds 0 --jobs 3 --eval-every 150 --eval-sequences 128 \
+		--variant "C0: drop=0" \
+		--variant "C20 pps: drop=0.2 selector=pps" \
+		--variant "C20 topq: drop=0.2 selector=topq" \
+		--out runs/demo --overwrite
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-slow: $(READY)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf .venv runs/demo
