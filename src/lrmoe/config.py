@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any, Literal, get_args
 
 Selector = Literal["topq", "pps", "random", "auto"]
@@ -56,7 +58,8 @@ class LRMoEConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        _require_number("drop", self.drop)
+        # Numpy's scalars, in which sweeps come, become plain numbers: a config is written as JSON.
+        object.__setattr__(self, "drop", require_number("drop", self.drop))
         if not 0.0 <= self.drop < 1.0:
             raise ValueError(
                 f"drop={self.drop!r} must be in [0, 1): the fraction of pairs the backward may leave out; "
@@ -70,33 +73,53 @@ class LRMoEConfig:
             ("save", Save),
         ):
             value = getattr(self, field)
-            if value not in get_args(choices):
+            if not isinstance(value, str) or value not in get_args(choices):
                 raise ValueError(f"{field}={value!r} is not known; choose one of {', '.join(get_args(choices))}")
         if self.error_budget is not None:
-            _require_number("error_budget", self.error_budget)
+            object.__setattr__(self, "error_budget", require_number("error_budget", self.error_budget))
             if not 0.0 <= self.error_budget < math.inf:
                 raise ValueError(
                     f"error_budget={self.error_budget!r} must be a finite number >= 0 (a fraction of the total "
                     "importance, e.g. 0.025) or None"
                 )
-        for field in ("warmup_steps", "ramp_steps", "final_dense_steps"):
-            _require_count(field, getattr(self, field))
-        if self.total_steps is not None:
-            _require_count("total_steps", self.total_steps)
-        _require_count("seed", self.seed)
-        if self.seed >= 2**63:
-            raise ValueError(f"seed={self.seed} must be below 2**63")
+        for field in ("warmup_steps", "ramp_steps", "final_dense_steps", "total_steps", "seed"):
+            value = getattr(self, field)
+            if field != "total_steps" or value is not None:
+                object.__setattr__(self, field, require_count(field, value))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values; ``LRMoEConfig(**config.to_dict())`` gives the same config back."""
         return asdict(self)
 
 
-def _require_number(field: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+def require_config(config: object) -> LRMoEConfig:
+    """``config``, or the default for None; ValueError for anything else."""
+    if config is None:
+        return LRMoEConfig()
+    if not isinstance(config, LRMoEConfig):
+        raise ValueError(f"config={config!r} must be an LRMoEConfig, e.g. lrmoe.LRMoEConfig(drop=0.2)")
+    return config
+
+
+def require_number(field: str, value: object) -> float:
+    """``value`` as a plain number, finite or infinite; ValueError naming ``field`` if it is no real number."""
+    try:
+        number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    except OverflowError:
+        number = math.nan
+    if math.isnan(number):
         raise ValueError(f"{field}={value!r} must be a number")
+    return value if type(value) is int else number
 
 
-def _require_count(field: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{field}={value!r} must be an integer >= 0")
+def require_count(field: str, value: Any, *, least: int = 0) -> int:
+    """``value`` as a plain int; ValueError naming ``field`` if it is no integer in [least, 2^63)."""
+    try:
+        count = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        count = None
+    if count is None or count < least:
+        raise ValueError(f"{field}={value!r} must be an integer >= {least}")
+    if count >= 2**63:
+        raise ValueError(f"{field}={value} must be below 2**63")
+    return count

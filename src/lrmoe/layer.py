@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lrmoe.config import LRMoEConfig
+from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.experts import activations
 from lrmoe.experts.layer_control import Clock, LayerControl, exact_control
 from lrmoe.experts.operator import controlled_experts
-from lrmoe.routing import Gate, TopKRouter, require_size, require_token_mask
+from lrmoe.routing import Gate, TopKRouter, require_token_mask
 
 # Stands in for a layer's control in evaluation mode.
 _EXACT = exact_control("evaluation")
@@ -79,9 +79,10 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        require_size("expert_dim", expert_dim)
+        config = require_config(config)
+        expert_dim = require_count("expert_dim", expert_dim, least=1)
         if shared_expert_dim is not None:
-            require_size("shared_expert_dim", shared_expert_dim)
+            shared_expert_dim = require_count("shared_expert_dim", shared_expert_dim, least=1)
         elif shared_expert_gate:
             raise ValueError("shared_expert_gate=True needs a shared expert; set shared_expert_dim")
         if activations.get(activation).interleaved:
@@ -112,12 +113,12 @@ class MoE(nn.Module):
             self.shared_expert = _SharedExpert(dim, shared_expert_dim, activation, device=device, dtype=dtype)
             if shared_expert_gate:
                 self.shared_expert_gate = nn.Linear(dim, 1, bias=False, device=device, dtype=dtype)
-        self.dim = dim
+        self.dim = self.router.dim
         self.expert_dim = expert_dim
-        self.num_experts = num_experts
-        self.top_k = top_k
+        self.num_experts = self.router.num_experts
+        self.top_k = self.router.top_k
         self.activation = activation
-        self.control = self._own_control = LayerControl(Clock(config or LRMoEConfig()))
+        self.control = self._own_control = LayerControl(Clock(config))
         # A tensor changed in place: a compiled layer sees a new scale as data. Not a buffer: neither cast nor saved.
         self._aux_loss_scale = torch.ones((), dtype=torch.float32, device="cpu")
 

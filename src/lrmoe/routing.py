@@ -10,11 +10,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lrmoe.config import require_count
 
 Gate = Literal["softmax", "sigmoid"]
 
@@ -91,9 +94,9 @@ class TopKRouter(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        require_size("dim", dim)
-        require_size("num_experts", num_experts)
-        require_size("top_k", top_k)
+        dim = require_count("dim", dim, least=1)
+        num_experts = require_count("num_experts", num_experts, least=1)
+        top_k = require_count("top_k", top_k, least=1)
         if top_k > num_experts:
             raise ValueError(f"top_k={top_k} must be at most num_experts={num_experts}: a token visits an expert once")
         if gate not in get_args(Gate):
@@ -306,12 +309,6 @@ def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def require_size(field: str, value: object) -> None:
-    """Raises ValueError unless ``value`` is an integer >= 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{field}={value!r} must be an integer >= 1")
-
-
 def require_token_mask(token_mask: Tensor, shape: torch.Size) -> None:
     """Raises ValueError unless the mask is bool and has one entry per token."""
     if token_mask.dtype != torch.bool:
@@ -328,8 +325,8 @@ def _check_groups(num_experts: int, top_k: int, num_groups: int | None, top_grou
         return
     if num_groups is None or top_groups is None:
         raise ValueError(f"num_groups={num_groups} and top_groups={top_groups} must be set together, or neither")
-    require_size("num_groups", num_groups)
-    require_size("top_groups", top_groups)
+    num_groups = require_count("num_groups", num_groups, least=1)
+    top_groups = require_count("top_groups", top_groups, least=1)
     if num_experts % num_groups:
         raise ValueError(f"num_groups={num_groups} must divide num_experts={num_experts}")
     size = num_experts // num_groups
@@ -357,4 +354,7 @@ def _top_ids(rank: Tensor, count: int) -> Tensor:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
