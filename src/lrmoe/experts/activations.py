@@ -47,6 +47,8 @@ def get(name: str) -> Activation:
     Raises:
         ValueError: for an unknown name, with those that exist.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"activation={name!r} must be a name such as 'silu'")
     base, _, layout = name.partition("|")
     if layout not in ("", "interleaved"):
         raise ValueError(f"activation={name!r}: the layout after '|' can only be 'interleaved'")
@@ -57,7 +59,13 @@ def get(name: str) -> Activation:
     number = r"([-+0-9.e]+)"
     clamped = re.fullmatch(rf"clamped_swiglu\(alpha={number},limit={number}\)", base)
     if clamped:
-        forward, backward = _clamped_swiglu(float(clamped[1]), float(clamped[2]))
+        try:
+            alpha, limit = float(clamped[1]), float(clamped[2])
+        except ValueError:
+            alpha = limit = math.nan
+        if not (math.isfinite(alpha) and 0 < limit < math.inf):
+            raise ValueError(f"activation={name!r}: alpha must be a finite number, limit a finite number > 0")
+        forward, backward = _clamped_swiglu(alpha, limit)
         return Activation(name, forward, backward, interleaved=bool(layout))
     raise ValueError(
         f"activation={name!r} is not known; choose one of {', '.join(_GLU)}, clamped_swiglu(alpha=..,limit=..)"

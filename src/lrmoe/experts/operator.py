@@ -14,12 +14,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lrmoe.config import LRMoEConfig, Metric, Quota, RouterGrad, Save, Selector
+from lrmoe.config import (
+    LRMoEConfig,
+    Metric,
+    Quota,
+    RouterGrad,
+    Save,
+    Selector,
+    require_config,
+    require_count,
+)
 from lrmoe.experts import activations
 from lrmoe.experts.backward import Needs, Recipe, Saved, backward_pass
 from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.experts.meter import Meter, Stopwatch
-from lrmoe.experts.validation import check_arguments, check_ids, check_same_routing
+from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode, check_same_routing
 from lrmoe.ops.glu import glu_forward
 from lrmoe.ops.grouped_mm import add_group_rows, grouped_mm
 from lrmoe.ops.permute import count_per_expert, sort_by_expert, weighted_combine
@@ -71,9 +80,12 @@ def routed_experts(
 
     Raises:
         ValueError: naming the argument, its value and the mend, for shapes that do not fit and ids out of range.
+        RuntimeError: under forward-mode differentiation, and where the gradient is itself differentiated.
     """
-    config = LRMoEConfig() if config is None else config
-    control = LayerControl(Clock(config, step=step, microbatch=microbatch), layer=layer)
+    step, layer, microbatch = (
+        require_count(name, value) for name, value in (("step", step), ("layer", layer), ("microbatch", microbatch))
+    )
+    control = LayerControl(Clock(require_config(config), step=step, microbatch=microbatch), layer=layer)
     return controlled_experts(
         x_TD,
         topk_ids_TK,
@@ -106,12 +118,15 @@ def controlled_experts(
     The mask is the caller's: whether ``control.token_mask_T`` describes these tokens, only the layer knows.
     """
     check_arguments(x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T)
+    if not isinstance(activation, str):
+        activations.get(activation)  # Raises, saying what it may be.
     device = x_TD.device.type
     # Devices without autocast, such as meta, refuse the question.
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else gate_up_proj.dtype
     config = control.config
     trainable = (x_TD, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias)
+    check_not_forward_mode(*trainable)
     out_TD: Tensor = torch.ops.lrmoe.routed_experts(
         x_TD.to(dtype),
         topk_ids_TK.to(torch.int64),
@@ -330,7 +345,15 @@ def _differentiate(ctx: Any, grad_TD: Tensor | None, *_: Tensor | None) -> tuple
     return tuple(result)
 
 
+def _differentiate_twice(ctx: Any, *_: Tensor | None) -> None:
+    raise RuntimeError(
+        "routed_experts can be differentiated once: routed_experts_backward has no derivative of its own, as "
+        "create_graph=True, gradient penalties and Hessians need it"
+    )
+
+
 # The differentiable inputs of the forward operator and their places in its signature.
 _DIFFERENTIABLE = {"x": 0, "alpha": 2, "gate_up_proj": 3, "down_proj": 4, "gate_up_bias": 5, "down_bias": 6}
 
 torch.library.register_autograd("lrmoe::routed_experts", _differentiate, setup_context=_setup_context)
+torch.library.register_autograd("lrmoe::routed_experts_backward", _differentiate_twice)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
+
+_PRODUCTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_arguments(
@@ -17,6 +20,18 @@ def check_arguments(
     token_mask_T: Tensor | None,
 ) -> None:
     """Shapes and kinds of the arguments of :func:`lrmoe.routed_experts`; looks at no values."""
+    for name, tensor, required in (
+        ("x_TD", x_TD, True),
+        ("topk_ids_TK", topk_ids_TK, True),
+        ("topk_weights_TK", topk_weights_TK, True),
+        ("gate_up_proj", gate_up_proj, True),
+        ("down_proj", down_proj, True),
+        ("gate_up_bias", gate_up_bias, False),
+        ("down_bias", down_bias, False),
+        ("token_mask_T", token_mask_T, False),
+    ):
+        if not isinstance(tensor, Tensor) and (required or tensor is not None):
+            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
     if x_TD.dim() != 2:
         raise ValueError(f"x_TD must be (tokens, width), got shape {_shape(x_TD)}; flatten batch and sequence first")
     num_tokens, dim = x_TD.shape
@@ -55,8 +70,26 @@ def check_arguments(
         if tensor is not None and not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
         _expect_device(name, tensor, x_TD)
+    if gate_up_proj.dtype not in _PRODUCTS:
+        raise ValueError(
+            f"gate_up_proj is {gate_up_proj.dtype}; the products run in its dtype, which must be float32, bfloat16, "
+            "float16 or float64"
+        )
     _expect_device("topk_ids_TK", topk_ids_TK, x_TD)
     _expect_device("token_mask_T", token_mask_T, x_TD)
+
+
+def check_not_forward_mode(*tensors: Tensor | None) -> None:
+    """No argument carries a tangent: the operator would drop it, and the derivative would silently be zero.
+
+    Raises:
+        RuntimeError: if one does.
+    """
+    if any(tensor is not None and unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise RuntimeError(
+            "routed_experts has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); "
+            "differentiate in reverse: tensor.backward() or torch.autograd.grad"
+        )
 
 
 def check_ids(ids_TK: Tensor, num_experts: int) -> None:

@@ -215,7 +215,8 @@ def _raise_to_budget(ranking: Ranking, quota_E: Tensor, selector: Selector, budg
         return torch.minimum(torch.maximum(quota_E, segments.total(needed_N.to(torch.int64))), load_E)
     if selector == "random":
         # Sampling q of n evenly has variance (n/q - 1) sum R.
-        needed_E = torch.ceil(load_E / (1.0 + budget)).to(torch.int64)
+        # In fp64: an int64 tensor over a float would take the default dtype.
+        needed_E = torch.ceil(load_E.to(torch.float64) / (1.0 + budget)).to(torch.int64)
         return torch.minimum(torch.maximum(quota_E, needed_E), load_E)
     # V* falls as the quota rises from 1 on: bisect between the quota and the load, all experts at once.
     low_E = torch.maximum(quota_E, ranking.flawed_E + (total_E > 0).to(torch.int64))
