@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from lrmoe.config import Metric
 from lrmoe.recalibration.importance import gradient_norms, pair_scores
 
 
@@ -47,3 +50,13 @@ def test_formulas() -> None:
     for metric, value in wanted.items():
         found = pair_scores(metric, alpha_N=alpha, grad_norm_N=g, phi_norm_N=phi, noise_N=noise)  # type: ignore[arg-type]
         assert found.tolist() == [value]
+
+
+@pytest.mark.parametrize("metric", ["lrm", "grad_norm", "abs_grad", "alpha_grad", "forward", "random"])
+def test_an_overflow_shows_whatever_the_metric_looks_at(metric: Metric) -> None:
+    fine = torch.ones(3)
+    for name in ("alpha_N", "grad_norm_N", "phi_norm_N"):
+        for value in (math.nan, math.inf):
+            factors = dict.fromkeys(("alpha_N", "grad_norm_N", "phi_norm_N", "noise_N"), fine)
+            factors[name] = torch.tensor([1.0, value, 1.0])
+            assert pair_scores(metric, **factors).isfinite().tolist() == [True, False, True]

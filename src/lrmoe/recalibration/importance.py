@@ -33,16 +33,18 @@ def pair_scores(metric: Metric, *, alpha_N: Tensor, grad_norm_N: Tensor, phi_nor
         phi_norm_N: 2-norm of the down projection's input.
         noise_N: draws from [0, 1), used by ``random`` alone.
     """
-    if metric == "random":
-        return noise_N.to(torch.float64)
+    lrm_N = (alpha_N.to(torch.float64) * grad_norm_N * phi_norm_N).abs()
+    if metric == "lrm":
+        return lrm_N
     factors = {
-        "lrm": (alpha_N, grad_norm_N, phi_norm_N),
         "grad_norm": (grad_norm_N,),
         "abs_grad": (grad_norm_N,),
         "alpha_grad": (alpha_N, grad_norm_N),
         "forward": (alpha_N, phi_norm_N),
+        "random": (noise_N,),
     }[metric]
     score_N = factors[0].to(torch.float64)
     for factor_N in factors[1:]:
         score_N = score_N * factor_N
-    return score_N.abs()
+    # A pair whose contribution overflowed is told apart whatever the metric looks at: selection always keeps it.
+    return torch.where(torch.isfinite(lrm_N), score_N.abs(), torch.nan)
