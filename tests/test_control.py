@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
+import pickle
 import warnings
 import weakref
 from typing import Any
@@ -228,6 +230,12 @@ def test_a_restored_recalibrator_continues_the_draws() -> None:
         ({"layers": ["first"]}, r"the state is of layers \['first'\], this model has \['first', 'second'\]"),
         ({"config": {"seed": 7}}, "saved with seed=7, this recalibrator has seed=0"),
         ({"step": None}, "not a recalibrator's state: step missing"),
+        ({"step": -1}, "step=-1 must be an integer >= 0"),
+        ({"step": "5"}, "step='5' must be an integer >= 0"),
+        ({"step": 1.5}, "step=1.5 must be an integer >= 0"),
+        ({"step": 2**63}, r"must be below 2\*\*63"),
+        ({"config": ["seed"]}, "config must be a dictionary"),
+        ({"layers": "first"}, "layers a list"),
     ],
 )
 def test_a_foreign_state_is_refused(change: dict[str, Any], message: str) -> None:
@@ -239,6 +247,21 @@ def test_a_foreign_state_is_refused(change: dict[str, Any], message: str) -> Non
     with pytest.raises(ValueError, match=message):
         recal.load_state_dict(state)
     assert recal.clock.step == 4
+
+
+@pytest.mark.parametrize("state", [None, [], "state", 3])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(ValueError, match="not a recalibrator's state"):
+        lrmoe.attach(Model(), CONFIG).load_state_dict(state)
+
+
+@pytest.mark.parametrize("step", [-1, "2", 1.5, None, 2**63])
+def test_a_wrong_step_changes_nothing(step: Any) -> None:
+    recal = lrmoe.attach(Model(), CONFIG)
+    recal.step()
+    with pytest.raises(ValueError, match="step="):
+        recal.set_step(step)
+    assert (recal.clock.step, recal.clock.microbatch) == (1, -1)
 
 
 def test_a_state_does_not_depend_on_wrappers() -> None:
@@ -306,6 +329,70 @@ def test_attaching_twice_is_refused() -> None:
         lrmoe.attach(nn.Sequential(model), CONFIG)
     with pytest.raises(ValueError, match="first belongs to a model that already has a recalibrator"):
         lrmoe.attach(nn.ModuleDict({"first": model.first}), CONFIG)
+
+
+def test_detaching_again_leaves_the_next_recalibrator_alone() -> None:
+    model = Model()
+    first = lrmoe.attach(model, CONFIG)
+    first.detach()
+    lrmoe.attach(model, CONFIG)
+    first.detach()
+    with pytest.raises(ValueError, match="already has a recalibrator; call its detach"):
+        lrmoe.attach(model, CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": [nn.Linear(2, 2)]}, "model must be a torch.nn.Module, got list"),
+        ({"config": {"drop": 0.2}}, "must be an LRMoEConfig"),
+        ({"optimizer": "adamw"}, r"optimizer is str.*call the recalibrator's step\(\)"),
+    ],
+)
+def test_wrong_arguments_leave_the_model_alone(arguments: dict[str, Any], message: str) -> None:
+    model = Model()
+    with pytest.raises(ValueError, match=message):
+        lrmoe.attach(**{"model": model, **arguments})
+    lrmoe.attach(model, CONFIG)
+
+
+def test_a_wrapped_optimizer_moves_the_recalibrator() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = Model()
+    optimizer = accelerate.Accelerator(cpu=True).prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    recal = lrmoe.attach(model, CONFIG, optimizer=optimizer)
+    train(model)
+    optimizer.step()
+    assert recal.clock.step == 1
+
+
+def test_a_copied_model_has_a_recalibrator_of_its_own() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recal = lrmoe.attach(model, CONFIG, optimizer=optimizer)
+    train(model)
+    optimizer.step()
+    for duplicate in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        own = vars(duplicate)["_lrmoe_recalibrator"]
+        assert own.clock.step == recal.clock.step
+        assert not own.steps_with_optimizer
+        train(duplicate)
+        assert own.metrics()["layers"].keys() == recal.layers.keys()
+        own.step()
+        own.detach()
+    assert recal.clock.step == 1
+    assert recal.steps_with_optimizer
+    optimizer.step()
+    assert recal.clock.step == 2
+
+
+def test_attached_in_inference_mode_it_still_moves() -> None:
+    model = Model()
+    with torch.inference_mode():
+        recal = lrmoe.attach(model, CONFIG)
+    train(model)
+    recal.step()
+    assert recal.clock.step == 1
 
 
 def test_a_model_without_moe_layers_is_refused_with_what_it_holds() -> None:

@@ -6,14 +6,14 @@ import importlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from lrmoe.config import LRMoEConfig
+from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.layer import MoE
 from lrmoe.recalibration.schedule import drop_at
@@ -84,7 +84,11 @@ def attach(
         ValueError: if no MoE layer is found (listing what is there), if one is found that cannot be recalibrated, or
             if a recalibrator is already attached.
     """
-    config = LRMoEConfig() if config is None else config
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    config = require_config(config)
+    if optimizer is not None:
+        optimizer = _hookable(optimizer)
     for name, module in model.named_modules():
         if vars(module).get("_lrmoe_recalibrator") is not None:
             part = f"its part {name}" if name else "this model"
@@ -98,7 +102,8 @@ class Recalibrator:
     The microbatch within a step is counted by the model's own forward calls (training mode, gradients enabled);
     activation checkpointing does not call the model again, so a recompute draws what its forward drew.
 
-    A copy of the model (deepcopy, pickle) carries a recalibrator of its own.
+    A copy of the model (deepcopy, pickle) carries a recalibrator of its own, which no optimizer moves: call its
+    :meth:`step`.
 
     Attributes:
         layers: the control of every attached layer, by module name, in model order.
@@ -115,8 +120,10 @@ class Recalibrator:
         self._config = config
         # Until the length of the run is known, which training waits for, the schedule cannot place its dense tail.
         known = config if config.total_steps is not None else replace(config, final_dense_steps=0)
-        self.clock = Clock(known, microbatch=-1)
-        self.layers = {name: LayerControl(self.clock, layer=i, name=name) for i, name in enumerate(names)}
+        # Tensors made in inference mode could not be moved on outside of it.
+        with torch.inference_mode(False):
+            self.clock = Clock(known, microbatch=-1)
+            self.layers = {name: LayerControl(self.clock, layer=i, name=name) for i, name in enumerate(names)}
         modules = {name: module for _, layers in found for name, module in layers.items()}
         # Held, not looked up again: wrappers that come later change where a module is found.
         self._modules = {name: modules[name] for name in names}
@@ -153,7 +160,12 @@ class Recalibrator:
             self.clock.move_to(step=self.clock.step, microbatch=self.clock.microbatch)
 
     def set_step(self, step: int) -> None:
-        """Says how many optimizer steps lie behind; the next forward is the first microbatch after them."""
+        """Says how many optimizer steps lie behind; the next forward is the first microbatch after them.
+
+        Raises:
+            ValueError: if it is no integer >= 0.
+        """
+        step = require_count("step", step)
         self._last_drop = None
         self.clock.move_to(step=step, microbatch=-1)
 
@@ -198,11 +210,17 @@ class Recalibrator:
         """Continues from :meth:`state_dict`. Call between steps.
 
         Raises:
-            ValueError: if the state belongs to other layers or to another seed: the draws would not continue.
+            ValueError: if this is no such state, or if it belongs to other layers or to another seed: the draws would
+                not continue.
         """
+        if not isinstance(state, Mapping):
+            raise ValueError(f"this is not a recalibrator's state, but {type(state).__name__}")
         missing = {"step", "config", "layers"} - set(state)
         if missing:
             raise ValueError(f"this is not a recalibrator's state: {', '.join(sorted(missing))} missing")
+        step = require_count("step", state["step"])
+        if not isinstance(state["config"], Mapping) or not isinstance(state["layers"], (list, tuple)):
+            raise ValueError("this is not a recalibrator's state: config must be a dictionary and layers a list")
         if list(state["layers"]) != _unwrapped(self.layers):
             raise ValueError(
                 f"the state is of layers {state['layers']}, this model has {_unwrapped(self.layers)}; load it into the "
@@ -213,7 +231,7 @@ class Recalibrator:
                 f"the state was saved with seed={state['config'].get('seed')}, this recalibrator has "
                 f"seed={self.config.seed}; attach with the saved seed to continue its draws"
             )
-        self.set_step(int(state["step"]))
+        self.set_step(step)
 
     def detach(self) -> None:
         """Gives the model back as it was before :func:`attach`."""
@@ -222,7 +240,13 @@ class Recalibrator:
         self._handles.clear()
         while self._undo:
             self._undo.pop()()
-        object.__setattr__(self._model, "_lrmoe_recalibrator", None)
+        # Detached before, the model may have another by now.
+        if vars(self._model).get("_lrmoe_recalibrator") is self:
+            object.__setattr__(self._model, "_lrmoe_recalibrator", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied model's optimizer is another one, or none yet: somebody has to call the copy's step().
+        return {**vars(self), "_handles": self._handles[:1], "steps_with_optimizer": False}
 
     def _warn_if_bypassed(self) -> None:
         backwards = sum(control.meter.backwards for control in self.layers.values())
@@ -252,6 +276,19 @@ class Recalibrator:
             # padding out of its loads and auxiliary losses whatever the drop, so that runs can be compared.
             if self.config.drop > 0.0 or name in self._own:
                 control.token_mask_T = mask
+
+
+def _hookable(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer whose own step runs: wrappers such as accelerate's have no hooks."""
+    while not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        inner = getattr(optimizer, "optimizer", None)
+        if inner is None:
+            raise ValueError(
+                f"optimizer is {type(optimizer).__name__}, whose steps cannot be followed; leave it out and call the "
+                "recalibrator's step() after each of its steps"
+            )
+        optimizer = inner
+    return optimizer
 
 
 def _place_of_mask(model: nn.Module) -> int | None:
