@@ -72,12 +72,29 @@ def print_summary(title: str, values: Sequence[tuple[str, str]]) -> None:
 
 
 def print_table(headings: Sequence[str], rows: Sequence[Sequence[str]], note: str) -> None:
-    """A table with its first column to the left and numbers to the right, and a note below."""
-    table = Table(header_style="bold", caption=escape(note), caption_justify="left")
-    for position, heading in enumerate(headings):
-        table.add_column(escape(heading), justify="right" if position else "left")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    # A table wider than the screen would lose letters of its numbers; without a screen, it may be as wide as it is.
-    wide = Console(highlight=False, width=None if console.is_terminal else 240)
-    wide.print(table)
+    """A table with its first column to the left and numbers to the right, and a note below.
+
+    On a terminal too narrow for it, the columns go below each other in as many tables as it takes, each with the first
+    column: a number that is cut or wrapped cannot be read.
+    """
+    widths = [max(map(len, column)) + 3 for column in zip(headings, *rows, strict=True)]
+    if not console.is_terminal:
+        console.width = max(console.width, sum(widths) + 1)
+    for columns in column_groups(widths, console.width):
+        table = Table(header_style="bold")
+        for column in columns:
+            table.add_column(escape(headings[column]), justify="right" if column else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*(escape(row[column]) for column in columns))
+        console.print(table)
+    console.print(note, markup=False, soft_wrap=False)
+
+
+def column_groups(widths: Sequence[int], available: int) -> list[list[int]]:
+    """Columns by number, in groups that begin with column 0 and fit the available width where one column can."""
+    groups: list[list[int]] = [[0]]
+    for column in range(1, len(widths)):
+        if len(groups[-1]) > 1 and sum(widths[c] for c in (*groups[-1], column)) + 1 > available:
+            groups.append([0])
+        groups[-1].append(column)
+    return groups
