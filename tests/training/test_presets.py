@@ -38,10 +38,12 @@ def test_glm_preset_has_what_tells_the_architecture_apart() -> None:
     assert (second.gate.num_group, second.gate.topk_group) == (4, 2)
 
 
-def test_qwen_preset_balances_with_the_coefficient_of_its_architecture() -> None:
+def test_qwen_preset_trains_with_a_balancing_loss() -> None:
     model, _ = load_model("qwen3-moe-tiny", seed=0)
-    assert model.config.output_router_logits is True
-    assert model.config.router_aux_loss_coef == type(model.config)().router_aux_loss_coef
+    ids = torch.arange(3, 67).unsqueeze(0)
+    balanced = model(input_ids=ids, labels=ids)
+    plain = model(input_ids=ids, labels=ids, output_router_logits=False)
+    assert float(balanced.loss - plain.loss) == pytest.approx(0.01 * float(balanced.aux_loss), rel=1e-3)
 
 
 def test_initial_weights_depend_on_the_seed_alone() -> None:
