@@ -1,0 +1,88 @@
+"""What one rank does in the data-parallel case; started by test_cases_data_parallel."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import lrmoe
+from lrmoe import LRMoEConfig
+
+EXPERTS, DIM, WIDTH, TOKENS, STEPS = 4, 8, 12, 12, 3
+FORMS = ("stacked", "per expert", "low rank", "no quota on one rank")
+
+
+class Experts(nn.Module):
+    """Routed experts with their weights in one of several forms."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form = form
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> Tensor:
+            return 0.3 * torch.randn(*shape, generator=generator)
+
+        self.router = nn.Parameter(draw(EXPERTS, DIM))
+        gate_up, down = draw(EXPERTS, 2 * WIDTH, DIM), draw(EXPERTS, DIM, WIDTH)
+        if form == "per expert":
+            self.gate_up = nn.ParameterList([nn.Parameter(w) for w in gate_up])
+            self.down = nn.ParameterList([nn.Parameter(w) for w in down])
+        elif form == "low rank":
+            self.register_buffer("gate_up", gate_up)
+            self.register_buffer("down", down)
+            self.a = nn.ParameterList([nn.Parameter(draw(2, DIM)) for _ in range(EXPERTS)])
+            self.b = nn.ParameterList([nn.Parameter(draw(2 * WIDTH, 2)) for _ in range(EXPERTS)])
+        else:
+            self.gate_up, self.down = nn.Parameter(gate_up), nn.Parameter(down)
+        level = form == "no quota on one rank"
+        self.config = LRMoEConfig(drop=0.8 if level else 0.5, quota="level" if level else "expert", router_grad="exact")
+
+    def forward(self, x_TD: Tensor, ids_TK: Tensor, step: int) -> Tensor:
+        gate_up, down = self.gate_up, self.down
+        if self.form == "per expert":
+            gate_up, down = torch.stack(list(gate_up)), torch.stack(list(down))
+        elif self.form == "low rank":
+            gate_up = gate_up + torch.stack([b @ a for a, b in zip(self.a, self.b, strict=True)])
+        alpha_TK = (x_TD @ self.router.T).gather(1, ids_TK.clamp(min=0)).softmax(-1)
+        return lrmoe.routed_experts(x_TD, ids_TK, alpha_TK, gate_up, down, config=self.config, step=step)
+
+
+def data(form: str, rank: int, step: int) -> tuple[Tensor, Tensor]:
+    """Rank 0 visits experts 0 and 1, rank 1 expert 2 alone; nobody expert 3. In the last form all are visited, on rank
+    1 by so few pairs that a level quota leaves only one of them."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    x_TD = torch.randn(TOKENS, DIM, generator=generator)
+    if form == "no quota on one rank":
+        ids = [[0, 1], [2, 3]] * 6 if rank == 0 else [[0, 1], [2, 3]] + [[-1, -1]] * 10
+    else:
+        ids = [[0, 1]] * TOKENS if rank == 0 else [[2, 2]] * TOKENS
+    return x_TD, torch.tensor(ids)
+
+
+def run_rank(rank: int, world: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
+    results: dict[str, Any] = {}
+    for form in FORMS:
+        model = DistributedDataParallel(Experts(form), find_unused_parameters=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with lrmoe.recording() as calls:
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                model(*data(form, rank, step), step).square().sum().backward()
+                optimizer.step()
+        results[form] = {
+            "parameters": {name: p.detach() for name, p in model.module.named_parameters()},
+            "quotas": [call.quota_E.tolist() for call in calls],
+        }
+    torch.save(results, Path(folder) / f"rank{rank}.pt")
+    dist.destroy_process_group()
