@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,6 +97,9 @@ def test_train_takes_every_setting_and_names_the_presets(capsys: pytest.CaptureF
         (["train", "--out", "{out}", "--text", "a\nb"], "text='a\\\\nb'"),
         (["train", "--out", "{out}", "--resume"], "no run to resume"),
         (["train", "--out", "{short}"], "is a file"),
+        (["train", "--out", ""], "--out: the name is empty"),
+        (["train", "--out", "{out}", "--text", ""], "text='' names no file"),
+        (["report", ""], "DIR: the name is empty"),
         (["compare", "--out", "{out}", "--variant", "x"], "has no name"),
         (["compare", "--out", "{out}", "--variant", "x: drop=2"], "drop=2"),
         (["compare", "--out", "{out}", "--seeds", "1,a"], "'1,a'"),
@@ -207,3 +212,47 @@ def test_missing_package_says_what_to_install(verb: list[str], package: str, tmp
         f'lrmoe {verb[0]}: error: this command needs {package}: pip install "lrmoe[train]"'
     ]
     assert list(tmp_path.iterdir()) == []
+
+
+DAMAGED: list[tuple[str, dict[str, Any] | str, str]] = [
+    ("train", "[" * 100_000, "cannot be read as JSON"),
+    ("train", {}, "train=None"),
+    ("train", {"train": []}, r"train=\[\]"),
+    ("train", {"train": {}}, "train.recalibration=None"),
+    ("train", {"train": {"recalibration": {}}}, "corpus=None"),
+    ("train", {"train": {"recalibration": {}}, "corpus": {"sha256": ""}}, "not of this version of lrmoe"),
+    ("compare", {"train": {"recalibration": {}}, "corpus": {"sha256": ""}}, "variants=None"),
+    (
+        "compare",
+        {
+            "train": {"recalibration": {}}, "corpus": {"sha256": ""}, "variants": [1], "seeds": [0],
+            "pretrain_steps": 0,
+        },
+        "variant 1 has no name",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("verb", "stored", "message"), DAMAGED)
+def test_a_damaged_run_is_not_resumed(
+    verb: str, stored: dict[str, Any] | str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = stored if isinstance(stored, str) else json.dumps({"command": verb, **stored})
+    (tmp_path / "config.json").write_text(text)
+    assert run(verb, "--out", str(tmp_path), "--resume") == 2
+    assert re.search(message, one_error_line(capsys))
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names are bytes only there")
+def test_names_that_are_not_utf_8_are_shown_escaped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("plotly")
+    out = tmp_path / os.fsdecode(b"caf\xe9")
+    out.mkdir()
+    (out / "config.json").write_text(json.dumps({"command": "train", "corpus": {"source": os.fsdecode(b"\xe9.txt")}}))
+    (out / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    said = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(said, encoding="ascii", write_through=True))
+    assert run("report", str(out)) == 0
+    assert rb"caf\udce9" in said.getvalue()
+    assert r"\udce9.txt" in (out / "report.html").read_text(encoding="utf-8")

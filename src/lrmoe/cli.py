@@ -8,6 +8,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -43,6 +44,10 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     verb = "lrmoe"
+    for stream in (sys.stdout, sys.stderr):
+        # A name or a sign that the terminal cannot show must not end a run that has done its work.
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         arguments = vars(_parser().parse_args(argv))
         verb = f"lrmoe {arguments.pop('verb')}"
@@ -61,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _fail(verb: str, message: str) -> int:
     # One line whatever a name or a library's message holds.
-    line = " ".join(message.split()).encode("utf-8", "backslashreplace").decode("utf-8")
-    print(f"{verb}: error: {line}", file=sys.stderr)
+    print(f"{verb}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 
@@ -97,7 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--jobs", type=int, metavar="N", help="runs at a time, with one thread each if above 1 (1)")
 
     report = verb("report", _report, "Write report.html again from the records of a run folder.")
-    report.add_argument("run", type=Path, metavar="DIR", help="what train or compare wrote")
+    report.add_argument("run", type=_path, metavar="DIR", help="what train or compare wrote")
 
     doctor = verb("doctor", _doctor, "Check the installation, and that a model's experts learn under recalibration.")
     doctor.add_argument("--model", metavar="MODEL", help="preset or checkpoint folder to check (qwen3-moe-tiny)")
@@ -110,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_run_options(parser: argparse.ArgumentParser, without: tuple[str, ...]) -> None:
     from lrmoe.training.config import SCHEDULES, TrainConfig
 
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="run folder to write")
+    parser.add_argument("--out", type=_path, required=True, metavar="DIR", help="run folder to write")
     parser.add_argument(
         "--resume", action="store_true", help="continue what --out holds, with the settings it began with"
     )
@@ -147,6 +151,13 @@ def _add_recalibration_options(parser: argparse.ArgumentParser) -> None:
             metavar=None if choices else ("X" if kind is float else "N"),
             help=text if default is None else f"{text} ({default})",
         )
+
+
+def _path(text: str) -> Path:
+    # An empty name, say of a shell variable that is not set, would otherwise mean the current folder.
+    if not text:
+        raise argparse.ArgumentTypeError("the name is empty; give a folder")
+    return Path(text)
 
 
 def _integers(text: str) -> tuple[int, ...]:

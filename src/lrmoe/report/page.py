@@ -37,7 +37,8 @@ def write_report(run_dir: Path) -> Path:
         ModuleNotFoundError: if plotly is not installed (the ``train`` extra has it).
     """
     run_dir = Path(run_dir)
-    page = render(read_run(run_dir))
+    # Names that the system does not decode come as lone surrogates, which no UTF-8 file can hold.
+    page = render(read_run(run_dir)).encode("utf-8", "backslashreplace").decode("utf-8")
     path = run_dir / "report.html"
     write_text(path, page)
     return path

@@ -54,7 +54,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; give the folder that lrmoe train or lrmoe compare wrote") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold one JSON object")
@@ -76,7 +76,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON-lines file; none if it is missing. A last line cut short by a kill is left out.
 
     Raises:
-        ValueError: for any other malformed line, with its number.
+        ValueError: for any other malformed line, with its number; a record is an object with a step.
     """
     if not path.exists():
         return []
@@ -86,12 +86,15 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         if not line:
             continue
         try:
-            records.append(json.loads(line))
-        except ValueError as error:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
             # Every complete line ends with a newline, so the text after the last one is a torn write.
             if number == len(lines):
                 break
             raise ValueError(f"{path}, line {number}: not valid JSON: {error}") from None
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            raise ValueError(f"{path}, line {number}: not an object with an integer step")
+        records.append(record)
     return records
 
 
@@ -116,11 +119,30 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
             "to delete that run"
         )
     if (resume or (overwrite and entries)) and "config.json" in entries:
-        found = read_json(out / "config.json").get("command")
+        stored = read_json(out / "config.json")
+        found = stored.get("command")
         if found != command:
             raise ValueError(f"out={str(out)!r} was not written by lrmoe {command} (config.json says {found!r})")
+        if resume:
+            _check_stored(stored, out / "config.json")
     elif overwrite and entries:
         raise ValueError(f"out={str(out)!r} holds no run (no config.json), so --overwrite will not delete it")
+
+
+def _check_stored(stored: dict[str, Any], path: Path) -> None:
+    """Checks the build of what a run is resumed from; the settings in it are checked by those that take them."""
+    needed = [("train", dict), ("train.recalibration", dict), ("corpus", dict), ("corpus.sha256", str)]
+    if stored["command"] == "compare":
+        needed += [("variants", list), ("seeds", list), ("pretrain_steps", int)]
+    for name, kind in needed:
+        value: Any = stored
+        for key in name.split("."):
+            value = value.get(key)
+        if not isinstance(value, kind):
+            raise ValueError(f"{path}: {name}={value!r}; the file is damaged or of another version of lrmoe")
+    for variant in stored.get("variants", []):
+        if not isinstance(variant, dict) or not isinstance(variant.get("name"), str):
+            raise ValueError(f"{path}: variant {variant!r} has no name; the file is damaged")
 
 
 def clear_run(out: Path) -> None:

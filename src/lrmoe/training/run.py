@@ -103,8 +103,8 @@ def check_same_corpus(stored: dict[str, Any], given: dict[str, Any], out: Path) 
     """Raises ValueError if the text is not the one the run began with."""
     if stored["sha256"] != given["sha256"]:
         raise ValueError(
-            f"the text is not the one out={str(out)!r} was begun with ({stored['source']}, {stored['bytes']} bytes); "
-            "bring it back, or start anew with --overwrite"
+            f"the text is not the one out={str(out)!r} was begun with ({stored.get('source')}, "
+            f"{stored.get('bytes')} bytes); bring it back, or start anew with --overwrite"
         )
 
 

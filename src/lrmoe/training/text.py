@@ -83,6 +83,8 @@ def read_documents(path: str | Path | None) -> Documents:
         root = Path(sysconfig.get_path("stdlib"))
         version = f"{sysconfig.get_python_version()}"
         return _read_folder(root, f"Python {version} standard library", is_library=True)
+    if not str(path):
+        raise ValueError("text='' names no file; leave it out for the Python standard library")
     path = Path(path)
     try:
         mode = path.stat().st_mode
