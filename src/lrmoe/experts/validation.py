@@ -85,7 +85,7 @@ def check_not_forward_mode(*tensors: Tensor | None) -> None:
     Raises:
         RuntimeError: if one does.
     """
-    if any(tensor is not None and unpack_dual(tensor).tangent is not None for tensor in tensors):
+    if any(t is not None and unpack_dual(t).tangent is not None for t in tensors):  # type: ignore[no-untyped-call]
         raise RuntimeError(
             "routed_experts has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); "
             "differentiate in reverse: tensor.backward() or torch.autograd.grad"
