@@ -131,7 +131,12 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
 
 def _check_stored(stored: dict[str, Any], path: Path) -> None:
     """Checks the build of what a run is resumed from; the settings in it are checked by those that take them."""
-    needed: list[tuple[str, type]] = [("train", dict), ("train.recalibration", dict), ("corpus", dict), ("corpus.sha256", str)]
+    needed: list[tuple[str, type]] = [
+        ("train", dict),
+        ("train.recalibration", dict),
+        ("corpus", dict),
+        ("corpus.sha256", str),
+    ]
     if stored["command"] == "compare":
         needed += [("variants", list), ("seeds", list), ("pretrain_steps", int)]
     for name, kind in needed:
