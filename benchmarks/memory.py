@@ -63,7 +63,11 @@ def measure(shape: Shape, dtype: torch.dtype) -> list[dict[str, object]]:
         for drop in (0.0, 0.2, 0.5, 0.8):
             contenders[f"lrmoe save={save} drop={drop:.0%}"] = lrmoe_experts(inputs, drop=drop, save=save)
     return [
-        {"name": name, "saved_bytes": saved_bytes(forward, inputs), "temporary_bytes": peak_temporaries(forward, inputs)}
+        {
+            "name": name,
+            "saved_bytes": saved_bytes(forward, inputs),
+            "temporary_bytes": peak_temporaries(forward, inputs),
+        }
         for name, forward in contenders.items()
     ]
 
