@@ -117,6 +117,17 @@ def test_case_39_extreme_counts_that_are_refused_when_built(options: dict[str, i
             build(dim=DIM, **options)
 
 
+def test_case_39_more_choices_than_experts_in_the_operator_itself() -> None:
+    """A rank that holds two of a model's experts gets all four choices of a token, those elsewhere as -1: the operator
+    takes more choices than it has experts; a router does not."""
+    problem = make(ids_TK=torch.tensor([[0, -1, 1, -1], [-1, -1, -1, 1], [1, 0, -1, -1]]), experts=2)
+    found = run(problem, LRMoEConfig(drop=0.5, router_grad="exact"))
+    assert found.call is not None
+    assert error(found.out_TD, expected(problem).out_TD) < 1e-12
+    assert found.call.load_E.tolist() == [2, 3]
+    assert found.call.quota_E.sum() == 3
+
+
 def test_case_42_the_routing_weight_applies_to_the_output() -> None:
     """alpha multiplies the experts' output. Applying it to phi instead is the same output, and the same importance:
     the squared norms of the down projection's wgrad operands are alpha^2 ||g||^2 ||phi||^2 either way, so alpha must

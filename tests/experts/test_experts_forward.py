@@ -57,6 +57,13 @@ def test_forward_without_gradients_is_the_same(train: bool) -> None:
     assert torch.equal(out_TD.detach(), run(problem).out_TD)
 
 
+def test_inference_mode() -> None:
+    problem = make(dtype=torch.float32)
+    with torch.inference_mode():
+        out_TD = lrmoe.routed_experts(topk_ids_TK=problem.ids_TK, **problem.leaves())
+    assert torch.equal(out_TD, run(problem).out_TD)
+
+
 def test_int32_ids_and_pairs_without_an_expert() -> None:
     problem = make(dtype=torch.float64)
     ids_TK = problem.ids_TK.clone()

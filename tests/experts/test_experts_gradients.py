@@ -310,6 +310,23 @@ def test_gradients_of_any_layout(layout: str) -> None:
     assert all(torch.equal(found.grads[name], wanted.grads[name]) for name in wanted.grads)
 
 
+def test_inputs_of_any_layout() -> None:
+    # Views as routers and models hand them on: a slice of more choices, a transposed activation, a strided bias.
+    problem = make(bias=True)
+    views = {
+        "x_TD": problem.x_TD.t().contiguous().t(),
+        "ids_TK": torch.cat([problem.ids_TK, problem.ids_TK], dim=1)[:, :2],
+        "alpha_TK": torch.stack([problem.alpha_TK, problem.alpha_TK], dim=-1)[..., 1],
+        "gate_up_bias": problem.gate_up_bias.t().contiguous().t(),  # type: ignore[union-attr]
+        "down_bias": problem.down_bias[:1].expand(5, 8),  # type: ignore[index]
+    }
+    assert not any(view.is_contiguous() for view in views.values())
+    straight = {name: view.contiguous() for name, view in views.items()}
+    config = LRMoEConfig(drop=0.5)
+    found, wanted = run(replace(problem, **views), config), run(replace(problem, **straight), config)
+    assert_equal(found, wanted, 1e-13)
+
+
 def test_the_output_may_be_changed_in_place() -> None:
     # A residual added into the output, say. The sum rule reads the output in the backward.
     problem = make()
