@@ -123,3 +123,18 @@ def test_the_default_dtype_changes_nothing(selector: Any) -> None:
         kept.append(calls[0].weight_TK)
     assert torch.equal(kept[0], kept[1])
     assert torch.equal(kept[0], kept[2])
+
+
+def test_it_compiles_as_one_graph() -> None:
+    config = LRMoEConfig(drop=0.5, seed=4)
+
+    def train(call: Callable[..., Tensor], **options: Any) -> list[Tensor]:
+        given = arguments()
+        leaves = [tensor.requires_grad_() for tensor in given.values() if tensor.is_floating_point()]
+        out_TD = call(**given, **options)
+        return [out_TD, *torch.autograd.grad(out_TD.square().sum(), leaves)]
+
+    compiled = torch.compile(lrmoe.routed_experts, fullgraph=True, backend="aot_eager")
+    for options in ({}, {"config": config, "step": 1, "layer": 2}, {"config": config, "step": 2, "layer": 2}):
+        for found, wanted in zip(train(compiled, **options), train(lrmoe.routed_experts, **options), strict=True):
+            torch.testing.assert_close(found, wanted)

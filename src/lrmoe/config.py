@@ -92,15 +92,6 @@ class LRMoEConfig:
         return asdict(self)
 
 
-def require_config(config: object) -> LRMoEConfig:
-    """``config``, or the default for None; ValueError for anything else."""
-    if config is None:
-        return LRMoEConfig()
-    if not isinstance(config, LRMoEConfig):
-        raise ValueError(f"config={config!r} must be an LRMoEConfig, e.g. lrmoe.LRMoEConfig(drop=0.2)")
-    return config
-
-
 def require_number(field: str, value: object) -> float:
     """``value`` as a plain number, finite or infinite; ValueError naming ``field`` if it is no real number."""
     try:
@@ -123,3 +114,15 @@ def require_count(field: str, value: Any, *, least: int = 0) -> int:
     if count >= 2**63:
         raise ValueError(f"{field}={value} must be below 2**63")
     return count
+
+
+_DEFAULT = LRMoEConfig()
+
+
+def require_config(config: object) -> LRMoEConfig:
+    """``config``, or the default for None; ValueError for anything else."""
+    if config is None:
+        return _DEFAULT
+    if not isinstance(config, LRMoEConfig):
+        raise ValueError(f"config={config!r} must be an LRMoEConfig, e.g. lrmoe.LRMoEConfig(drop=0.2)")
+    return config

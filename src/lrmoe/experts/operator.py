@@ -26,7 +26,7 @@ from lrmoe.config import (
 )
 from lrmoe.experts import activations
 from lrmoe.experts.backward import Needs, Recipe, Saved, backward_pass
-from lrmoe.experts.layer_control import Clock, LayerControl
+from lrmoe.experts.layer_control import LayerControl
 from lrmoe.experts.meter import Meter, Stopwatch
 from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode, check_same_routing
 from lrmoe.ops.glu import glu_forward
@@ -34,6 +34,7 @@ from lrmoe.ops.grouped_mm import add_group_rows, grouped_mm
 from lrmoe.ops.permute import count_per_expert, sort_by_expert, weighted_combine
 from lrmoe.recalibration import draws
 from lrmoe.recalibration.quota import quotas
+from lrmoe.recalibration.schedule import drop_at
 from lrmoe.routing import without_autocast
 
 
@@ -85,18 +86,15 @@ def routed_experts(
     step, layer, microbatch = (
         require_count(name, value) for name, value in (("step", step), ("layer", layer), ("microbatch", microbatch))
     )
-    control = LayerControl(Clock(require_config(config), step=step, microbatch=microbatch), layer=layer)
-    return controlled_experts(
-        x_TD,
-        topk_ids_TK,
-        topk_weights_TK,
-        gate_up_proj,
-        down_proj,
-        control=control,
-        activation=activation,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
-        token_mask_T=token_mask_T,
+    config = require_config(config)
+    return _experts(
+        (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
+        torch.tensor([config.seed, step, microbatch], dtype=torch.int64, device="cpu"),
+        # Nobody's meter.
+        torch.tensor([layer, 0], dtype=torch.int64, device="cpu"),
+        torch.tensor(drop_at(config, step), dtype=torch.float64, device="cpu"),
+        config,
+        activation,
     )
 
 
@@ -117,14 +115,31 @@ def controlled_experts(
 
     The mask is the caller's: whether ``control.token_mask_T`` describes these tokens, only the layer knows.
     """
-    check_arguments(x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T)
+    return _experts(
+        (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
+        control.clock.position_3,
+        control.identity_2,
+        control.clock.drop,
+        control.config,
+        activation,
+    )
+
+
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _experts(
+    tensors: _Tensors, position_3: Tensor, identity_2: Tensor, drop: Tensor, config: LRMoEConfig, activation: str
+) -> Tensor:
+    """The operator with its arguments checked and in the dtypes it takes; ``tensors`` in the order it takes them."""
+    check_arguments(*tensors)
+    x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T = tensors
     if not isinstance(activation, str):
         activations.get(activation)  # Raises, saying what it may be.
     device = x_TD.device.type
     # Devices without autocast, such as meta, refuse the question.
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if autocast else gate_up_proj.dtype
-    config = control.config
     trainable = (x_TD, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias)
     check_not_forward_mode(*trainable)
     out_TD: Tensor = torch.ops.lrmoe.routed_experts(
@@ -136,9 +151,9 @@ def controlled_experts(
         None if gate_up_bias is None else gate_up_bias.to(dtype),
         None if down_bias is None else down_bias.to(dtype),
         token_mask_T,
-        control.clock.position_3,
-        control.identity_2,
-        control.clock.drop,
+        position_3,
+        identity_2,
+        drop,
         activation,
         config.selector,
         config.metric,
