@@ -188,3 +188,9 @@ def test_compiled_experts_learn(folder: Path) -> None:
     report = diagnose(str(folder), compile=True)
     assert failed(report) == {}
     assert report.checks[-1].name == "experts learn, torch.compile"
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99", "cpu:x"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(ValueError, match=f"device='{device}' cannot be used"):
+        diagnose(device=device)

@@ -61,11 +61,16 @@ def diagnose(
         on_check: called with each check as it is done.
 
     Raises:
-        ValueError: if ``model`` is neither a preset nor a folder that loads. Everything else becomes a failed check.
+        ValueError: if ``model`` is neither a preset nor a folder that loads, or if there is no such ``device``.
+            Everything else becomes a failed check.
     """
     config = LRMoEConfig() if config is None else config
     config = LRMoEConfig(**{**config.to_dict(), "warmup_steps": 0, "ramp_steps": 0, "final_dense_steps": 0})
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device!r} cannot be used: {str(error).splitlines()[0]}") from None
     transformers = installation.version("transformers")
     if model is None and transformers is not None:
         model = "qwen3-moe-tiny"
