@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import lrmoe
 from lrmoe import LRMoEConfig, TopKRouter
+from lrmoe.ops import grouped_mm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -57,9 +58,20 @@ def test_case_08_every_mix_of_dtypes(autocast: torch.dtype | None) -> None:
 
 @pytest.mark.parametrize("inside", [False, True])
 @pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16])
-def test_case_08_autocast_is_a_cast_of_the_operands_and_nothing_else(autocast: torch.dtype, inside: bool) -> None:
+def test_case_08_autocast_is_a_cast_of_the_operands_and_nothing_else(
+    autocast: torch.dtype, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bit for bit what casting the operands by hand gives: autocast does not reach into the operator, where it would
-    round what is meant to be fp32. Also where the backward runs inside autocast."""
+    round what is meant to be fp32, and turn products back into the half precision they avoid. Also where the backward
+    runs inside autocast."""
+    seen = []
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return (a.float() @ b.float()).to(a.dtype)
+
+    monkeypatch.setattr(grouped_mm, "_fast_half_on_cpu", lambda: False)
+    monkeypatch.setattr(grouped_mm, "_product", product)
     problem = standard()
     config = LRMoEConfig(drop=0.5)
     leaves = problem.leaves()
@@ -69,6 +81,8 @@ def test_case_08_autocast_is_a_cast_of_the_operands_and_nothing_else(autocast: t
             out_TD.backward(problem.grad_TD)
     if not inside:
         out_TD.backward(problem.grad_TD)
+    assert len(seen) > 6 * 2
+    assert not any(seen)
     by_hand = problem.leaves()
     cast = {name: leaf if name == "topk_weights_TK" else leaf.to(autocast) for name, leaf in by_hand.items()}
     wanted_TD = lrmoe.routed_experts(topk_ids_TK=problem.ids_TK, config=config, **cast).float()
