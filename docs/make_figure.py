@@ -47,7 +47,7 @@ class Variant:
 
     @property
     def colour(self) -> str:
-        return next((colour for word, colour in COLOURS.items() if word in self.label.split()), INK)
+        return next((colour for word, colour in COLOURS.items() if word in re.findall(r"\w+", self.label)), INK)
 
 
 @dataclass(frozen=True, kw_only=True)
