@@ -165,7 +165,7 @@ def test_case_26_a_compiled_layer_trains_without_breaks_or_recompiles() -> None:
                     moe.router.weight[3] = row
                 optimizer.step()
                 recal.step()
-                losses.append(float(loss))
+                losses.append(float(loss.detach()))
             if compiled:
                 assert counters["stats"]["unique_graphs"] == 2
                 assert not counters["graph_break"]
