@@ -126,6 +126,9 @@ def test_case_39_more_choices_than_experts_in_the_operator_itself() -> None:
     assert error(found.out_TD, expected(problem).out_TD) < 1e-12
     assert found.call.load_E.tolist() == [2, 3]
     assert found.call.quota_E.sum() == 3
+    too_many = make(ids_TK=torch.tensor([[0, 1, 1, -1]]), experts=2)
+    with pytest.raises(ValueError, match="gives a token 3 experts, but there are 2"):
+        run(too_many, LRMoEConfig())
 
 
 def test_case_42_the_routing_weight_applies_to_the_output() -> None:

@@ -93,7 +93,8 @@ def check_not_forward_mode(*tensors: Tensor | None) -> None:
 
 
 def check_ids(ids_TK: Tensor, num_experts: int) -> None:
-    """Every id is -1 or in [0, num_experts). On a GPU the check runs there and does not wait."""
+    """Every id is -1 or in [0, num_experts), and no token has more experts than there are. On a GPU the ids are checked
+    there, without waiting."""
     if ids_TK.device.type != "cpu":
         torch._assert_async(((ids_TK >= -1) & (ids_TK < num_experts)).all(), "topk_ids_TK has an id out of range")
         return
@@ -105,6 +106,12 @@ def check_ids(ids_TK: Tensor, num_experts: int) -> None:
         raise ValueError(
             f"topk_ids_TK holds id {wrong}, but there are {num_experts} experts: ids must be in [0, {num_experts}), "
             "or -1 for a pair without an expert"
+        )
+    if ids_TK.shape[1] > num_experts and (most := int((ids_TK >= 0).sum(dim=1).max())) > num_experts:
+        # More choices than experts are fine where a rank holds few of them and the others are -1.
+        raise ValueError(
+            f"topk_ids_TK gives a token {most} experts, but there are {num_experts}: K must be at most the number of "
+            "experts, not counting ids of -1"
         )
 
 
