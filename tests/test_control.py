@@ -453,3 +453,9 @@ def test_a_mask_of_one_forward_is_not_that_of_the_next() -> None:
         train(model, tokens(2, 3), attention_mask=MASK)
         train(model, tokens(2, 3))
     assert [int(call.load_E.sum()) for call in calls if call.layer == 0] == [8, 12]
+
+
+def test_an_optimizer_of_another_model_is_noticed() -> None:
+    model, other = (lrmoe.MoE(dim=8, expert_dim=8, num_experts=4, top_k=2) for _ in range(2))
+    with pytest.warns(UserWarning, match="optimizer holds no parameter of this MoE"):
+        lrmoe.attach(model, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))

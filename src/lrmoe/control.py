@@ -89,6 +89,7 @@ def attach(
     config = require_config(config)
     if optimizer is not None:
         optimizer = _hookable(optimizer)
+        _warn_if_foreign(optimizer, model)
     for name, module in model.named_modules():
         if vars(module).get("_lrmoe_recalibrator") is not None:
             part = f"its part {name}" if name else "this model"
@@ -289,6 +290,19 @@ def _hookable(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             )
         optimizer = inner
     return optimizer
+
+
+def _warn_if_foreign(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    # Not an error: an optimizer of fp32 master copies or flattened shards holds none of the model's own tensors either.
+    own = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in own for parameter in held):
+        warnings.warn(
+            f"optimizer holds no parameter of this {type(model).__name__}; unless it updates copies of them, pass the "
+            "optimizer that trains this model",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _place_of_mask(model: nn.Module) -> int | None:
