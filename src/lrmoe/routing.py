@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lrmoe.config import require_count
+from lrmoe.ops.autocast import without_autocast
 
 Gate = Literal["softmax", "sigmoid"]
 
@@ -300,13 +300,6 @@ def count_loads(topk_ids_TK: Tensor, num_experts: int, token_mask_T: Tensor | No
     # What bincount computes, with an output shape that a compiler knows; exact in integers in any order.
     loads_E = torch.zeros(num_experts, dtype=torch.int64, device=topk_ids_TK.device)
     return loads_E.scatter_add_(0, topk_ids_TK.reshape(-1), pair_TK.reshape(-1))
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A block in which autocast is off, on devices that have it."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return nullcontext()
 
 
 def require_token_mask(token_mask: Tensor, shape: torch.Size) -> None:

@@ -29,13 +29,13 @@ from lrmoe.experts.backward import Needs, Recipe, Saved, backward_pass
 from lrmoe.experts.layer_control import LayerControl
 from lrmoe.experts.meter import Meter, Stopwatch
 from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode, check_same_routing
+from lrmoe.ops.autocast import without_autocast
 from lrmoe.ops.glu import glu_forward
 from lrmoe.ops.grouped_mm import add_group_rows, grouped_mm
 from lrmoe.ops.permute import count_per_expert, sort_by_expert, weighted_combine
 from lrmoe.recalibration import draws
 from lrmoe.recalibration.quota import quotas
 from lrmoe.recalibration.schedule import drop_at
-from lrmoe.routing import without_autocast
 
 
 def routed_experts(
