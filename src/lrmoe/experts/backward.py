@@ -94,22 +94,21 @@ def backward_pass(grad_TD: Tensor, saved: Saved, recipe: Recipe, needs: Needs, m
     grad_TD = grad_TD.contiguous()
     with record_function("lrmoe::select"):
         ordered = _order_rows(saved)
-        segments = Segments.from_loads(saved.load_E, saved.pair_N.numel())
-        score_N = _scores(recipe.metric, grad_TD, saved, ordered, segments)
+        score_N = _scores(recipe.metric, grad_TD, saved, ordered)
         everything = bool((saved.quota_E == saved.load_E).all())
         if everything:
-            kept = keep_all(segments)
+            kept = keep_all(ordered.segments)
         else:
             kept = select(
                 score_N,
-                segments,
+                ordered.segments,
                 saved.quota_E,
                 selector=recipe.selector,
                 position=saved.position,
                 error_budget=recipe.error_budget,
             )
     if meter is not None or is_recording():
-        _report(meter, kept, score_N, grad_TD, saved, recipe, ordered, segments)
+        _report(meter, kept, score_N, grad_TD, saved, recipe, ordered)
     with record_function("lrmoe::index"):
         rows = Rows(
             ordered.row_N.index_select(0, kept.index_M),
@@ -124,10 +123,11 @@ def backward_pass(grad_TD: Tensor, saved: Saved, recipe: Recipe, needs: Needs, m
 @dataclass(frozen=True, slots=True)
 class _Ordered:
     """Sorted rows as selection sees them: each expert's real pairs, then, after all experts, the rows of nobody (pairs
-    without an expert, masked tokens). ``row_N`` is their place among the saved rows."""
+    without an expert, masked tokens). ``row_N`` is their place among the saved rows, ``segments`` whose they are."""
 
     row_N: Tensor
     pair_N: Tensor
+    segments: Segments
 
 
 def _order_rows(saved: Saved) -> _Ordered:
@@ -137,15 +137,16 @@ def _order_rows(saved: Saved) -> _Ordered:
         expert_N = torch.bucketize(row_N, saved.offs_E.to(torch.int64), right=True)
         real_N = saved.token_mask_T[saved.pair_N // top_k]
         row_N = torch.argsort(torch.where(real_N, expert_N, num_experts), stable=True)
-    return _Ordered(row_N, saved.pair_N.index_select(0, row_N))
+    segments = Segments.from_loads(saved.load_E, row_N.numel())
+    return _Ordered(row_N, saved.pair_N.index_select(0, row_N), segments)
 
 
-def _scores(metric: Metric, grad_TD: Tensor, saved: Saved, ordered: _Ordered, segments: Segments) -> Tensor:
+def _scores(metric: Metric, grad_TD: Tensor, saved: Saved, ordered: _Ordered) -> Tensor:
     top_k = saved.alpha_TK.shape[1]
     noise_N = saved.phi_sq_N
     if metric == "random":
         key_E = draws.expert_keys(saved.position, saved.load_E.numel(), draws.SCORE, noise_N.device)
-        noise_N = draws.uniform(segments.spread(key_E), segments.position_N)
+        noise_N = draws.uniform(ordered.segments.spread(key_E), ordered.segments.position_N)
     return pair_scores(
         metric,
         alpha_N=saved.alpha_TK.reshape(-1)[ordered.pair_N],
@@ -224,7 +225,7 @@ def _router_gradient(
     if recipe.router_grad == "kept" or rows.everything:
         return dalpha_N.view_as(alpha_TK)
     live_N = torch.zeros(alpha_TK.numel(), dtype=torch.bool, device=alpha_TK.device)
-    live_N[ordered.pair_N[Segments.from_loads(saved.load_E, live_N.numel()).live_N]] = True
+    live_N[ordered.pair_N] = ordered.segments.live_N
     kept_N = torch.zeros_like(live_N)
     kept_N[rows.pair_M] = True
     if recipe.router_grad == "sum_rule":
@@ -258,13 +259,13 @@ def _report(
     saved: Saved,
     recipe: Recipe,
     ordered: _Ordered,
-    segments: Segments,
 ) -> None:
+    segments = ordered.segments
     if meter is not None:
         # Captured importance is told in the paper's R whatever the selection went by.
         lrm_N, variance_E = score_N, kept.variance_E
         if recipe.metric != "lrm":
-            lrm_N = _scores("lrm", grad_TD, saved, ordered, segments)
+            lrm_N = _scores("lrm", grad_TD, saved, ordered)
             variance_E = design(rank(lrm_N, segments), kept.count_E).variance_E
         importance_N = torch.where(segments.live_N, lrm_N.square(), 0.0)
         meter.add(

@@ -41,10 +41,9 @@ class Kept:
 @dataclass(frozen=True, slots=True)
 class Design:
     """Fixed-size sampling in proportion to size: ``probability_N`` fp64 inclusion probabilities that add up to the
-    quota, ``free_E`` int64 how many are left to chance, ``variance_E`` fp64 V*, the variance of sum sampled w G."""
+    quota, ``variance_E`` fp64 V*, the variance of sum sampled w G."""
 
     probability_N: Tensor
-    free_E: Tensor
     variance_E: Tensor
 
 
@@ -100,7 +99,7 @@ def design(ranking: Ranking, quota_E: Tensor) -> Design:
     probability_N = torch.where(rest_N, chance_N, (sure_N | flawed_N).to(torch.float64))
     surplus_N = torch.where(chance_N > 0, 1.0 / chance_N - 1.0, 1.0)
     variance_N = torch.where(rest_N, score_N.square() * surplus_N, 0.0)
-    return Design(probability_N, free_E, segments.total(variance_N))
+    return Design(probability_N, segments.total(variance_N))
 
 
 def select(
@@ -150,13 +149,13 @@ def keep_all(segments: Segments) -> Kept:
 def _probabilities(ranking: Ranking, quota_E: Tensor, selector: Selector, sampled: Design) -> Tensor:
     """Inclusion probability of each ranked row; only 0 and 1 for topq."""
     segments = ranking.segments
+    if selector == "pps":
+        return sampled.probability_N
+    if selector == "random":
+        return design(_equal_scores(ranking), quota_E).probability_N
     top_N = (segments.position_N < segments.spread(quota_E)).to(torch.float64)
     if selector == "topq":
         return top_N
-    if selector == "random":
-        return design(_equal_scores(ranking), quota_E).probability_N
-    if selector == "pps":
-        return sampled.probability_N
     total_E = segments.total(ranking.score_N.square())
     negligible_E = sampled.variance_E < AUTO_VARIANCE_SHARE * total_E
     return torch.where(segments.spread(negligible_E), top_N, sampled.probability_N)
