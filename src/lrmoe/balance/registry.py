@@ -1,0 +1,30 @@
+"""Policies by name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from lrmoe.balance.fixed import Fixed
+from lrmoe.balance.policy import Policy
+
+_POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Fixed,)}
+
+
+def get(name: str, **options: Any) -> Policy:
+    """The policy ``name`` with the given options.
+
+    ``fixed`` (:class:`lrmoe.balance.fixed.Fixed`) computes every expert at home.
+
+    Raises:
+        ValueError: if the name or an option is not known, or an option's value is out of range.
+    """
+    if not isinstance(name, str) or name not in _POLICIES:
+        raise ValueError(f"policy={name!r} is not known; choose one of {', '.join(_POLICIES)}")
+    known = list(inspect.signature(_POLICIES[name]).parameters)
+    unknown = [option for option in options if option not in known]
+    if unknown:
+        raise ValueError(
+            f"policy {name!r} has no option {', '.join(map(repr, unknown))}; its options are {', '.join(known)}"
+        )
+    return _POLICIES[name](**options)
