@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lrmoe
 from lrmoe.doctor import Check, DoctorReport, diagnose, installation
 from lrmoe.doctor.measure import Failed
-from lrmoe.experts import backward
+from lrmoe.experts import compacted
 from lrmoe.hosts import transformers as host
 
 
@@ -152,8 +152,8 @@ def test_a_gradient_leaking_into_resting_experts_is_found(folder: Path, monkeypa
     def leaking(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
         return backward_wgrad(a, b, offs) + 1e-3
 
-    backward_wgrad = backward.grouped_wgrad
-    monkeypatch.setattr(backward, "grouped_wgrad", leaking)
+    backward_wgrad = compacted.grouped_wgrad
+    monkeypatch.setattr(compacted, "grouped_wgrad", leaking)
     # An expert with load always keeps a pair, so some are given no load.
     monkeypatch.setattr(host, "controlled_experts", broken(only_experts_below_three))
     found = failed(diagnose(str(folder)))

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lrmoe
 from lrmoe import LRMoEConfig
-from lrmoe.experts import operator
+from lrmoe.experts import compacted
 
 
 def through(module: Any, x: Tensor, **options: Any) -> Tensor:
@@ -159,7 +159,7 @@ def test_case_32_checkpointing_frees_what_it_recomputes(
     """phi is gone as soon as the forward is done, and with checkpointing the pre-activations too: nothing large hangs
     on the autograd context, where checkpointing cannot see it."""
     kept: dict[str, list[Any]] = {"h": [], "phi": []}
-    original = operator.glu_forward
+    original = compacted.glu_forward
 
     def spy(h_N2F: Tensor, *args: Any, **options: Any) -> Any:
         phi_NF, phi_sq_N = original(h_N2F, *args, **options)
@@ -167,7 +167,7 @@ def test_case_32_checkpointing_frees_what_it_recomputes(
         kept["phi"].append(weakref.ref(phi_NF))
         return phi_NF, phi_sq_N
 
-    monkeypatch.setattr(operator, "glu_forward", spy)
+    monkeypatch.setattr(compacted, "glu_forward", spy)
     moe = layer(LRMoEConfig(save=save))
     x = torch.randn(64, 16, requires_grad=True)
     out = through(moe, x, use_reentrant=False) if checkpointed else moe(x)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lrmoe
 from lrmoe import LRMoEConfig, TopKRouter
-from lrmoe.experts import backward, operator
+from lrmoe.experts import compacted, operator
 
 
 class Largest(TorchDispatchMode):
@@ -78,15 +78,25 @@ class _Rows:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.forward = self.backward = self.largest_in_backward = 0
-        for module, side in ((operator, "forward"), (backward, "backward")):
-            for name in ("grouped_mm", "grouped_wgrad"):
-                if hasattr(module, name):
-                    monkeypatch.setattr(module, name, self._counted(getattr(module, name), side))
+        self._side = "backward"
+        for name in ("grouped_mm", "grouped_wgrad"):
+            monkeypatch.setattr(compacted, name, self._counted(getattr(compacted, name)))
+        monkeypatch.setattr(operator, "forward_rows", self._as_forward(operator.forward_rows))
 
-    def _counted(self, product: Any, side: str) -> Any:
+    def _as_forward(self, forward_rows: Any) -> Any:
+        def run_forward(*args: Any, **kwargs: Any) -> Any:
+            self._side = "forward"
+            try:
+                return forward_rows(*args, **kwargs)
+            finally:
+                self._side = "backward"
+
+        return run_forward
+
+    def _counted(self, product: Any) -> Any:
         def count(a_MX: Tensor, b: Tensor, offs_E: Tensor) -> Any:
-            setattr(self, side, getattr(self, side) + int(offs_E[-1]))
-            if side == "backward":
+            setattr(self, self._side, getattr(self, self._side) + int(offs_E[-1]))
+            if self._side == "backward":
                 self.largest_in_backward = max(self.largest_in_backward, a_MX.shape[0])
             return product(a_MX, b, offs_E)
 

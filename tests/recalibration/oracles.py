@@ -5,6 +5,16 @@ r = sqrt(R) are the scores of one expert's pairs, q its quota.
 
 from __future__ import annotations
 
+import torch
+
+from lrmoe.recalibration.draws import Source
+from lrmoe.recalibration.segments import Segments
+
+
+def source(position: tuple[int, int, int, int], segments: Segments) -> Source:
+    """The draws of segments that are whole experts."""
+    return Source.of_all(position, segments.count_S.numel() - 1, torch.device("cpu"))
+
 
 def pps_probabilities(r: list[float], q: int) -> list[float]:
     """Inclusion probabilities min(1, r/theta) that add up to q: the largest are made sure, one after the other, while

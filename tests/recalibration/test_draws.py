@@ -47,10 +47,10 @@ def test_mix_is_split_mix_on_all_of_int64(value: int) -> None:
 
 def test_draws_are_pinned() -> None:
     """A run that is resumed with a later version must draw what it would have drawn: these numbers may not change."""
-    keys = draws.expert_keys((1234, 5, 6, 7), 3, draws.PERMUTATION, CPU)
+    keys = draws.Source.of_all((1234, 5, 6, 7), 3, CPU).keys(draws.PERMUTATION)
     assert keys.tolist() == PINNED_KEYS
     assert draws.uniform(keys, torch.tensor([0, 1, 2])).tolist() == PINNED_UNIFORM
-    assert draws.expert_keys((0, 0, 0, 0), 1, draws.OFFSET, CPU).tolist() == PINNED_ZERO
+    assert draws.Source.of_all((0, 0, 0, 0), 1, CPU).keys(draws.OFFSET).tolist() == PINNED_ZERO
 
 
 def test_a_key_depends_on_every_part_of_the_position_and_on_the_purpose() -> None:
@@ -59,24 +59,26 @@ def test_a_key_depends_on_every_part_of_the_position_and_on_the_purpose() -> Non
         key
         for position in positions
         for stream in (draws.PERMUTATION, draws.OFFSET, draws.SCORE)
-        for key in draws.expert_keys(position, 4, stream, CPU).tolist()
+        for key in draws.Source.of_all(position, 4, CPU).keys(stream).tolist()
     ]
     assert len(set(keys)) == len(positions) * 3 * 4
 
 
 def test_order_and_surroundings_do_not_matter() -> None:
-    keys = draws.expert_keys((3, 1, 2, 0), 8, draws.SCORE, CPU)
+    keys = draws.Source.of_all((3, 1, 2, 0), 8, CPU).keys(draws.SCORE)
     counters = torch.randperm(1000)
     torch.rand(10)
     together = draws.uniform(keys.unsqueeze(1), counters)
     for i in (0, 5, 999):
         assert torch.equal(draws.uniform(keys, counters[i]), together[:, i])
     # The first experts' keys do not depend on how many there are: an expert draws the same wherever it lives.
-    assert torch.equal(draws.expert_keys((3, 1, 2, 0), 3, draws.SCORE, CPU), keys[:3])
+    assert torch.equal(draws.Source.of_all((3, 1, 2, 0), 3, CPU).keys(draws.SCORE), keys[:3])
 
 
 def test_uniform_range_and_resolution() -> None:
-    values = draws.uniform(draws.expert_keys((0, 0, 0, 0), 64, draws.SCORE, CPU).unsqueeze(1), torch.arange(10_000))
+    values = draws.uniform(
+        draws.Source.of_all((0, 0, 0, 0), 64, CPU).keys(draws.SCORE).unsqueeze(1), torch.arange(10_000)
+    )
     assert values.dtype == torch.float64
     assert values.min() >= 0
     assert values.max() < 1
@@ -95,16 +97,16 @@ def test_uniformity_along_every_axis(along: str) -> None:
     """Chi-square with 63 degrees of freedom: beyond 127 with probability 3e-6."""
     n = 6400
     if along == "counter":
-        values = draws.uniform(draws.expert_keys((0, 0, 0, 0), 1, draws.SCORE, CPU), torch.arange(n))
+        values = draws.uniform(draws.Source.of_all((0, 0, 0, 0), 1, CPU).keys(draws.SCORE), torch.arange(n))
     elif along == "expert":
-        values = draws.uniform(draws.expert_keys((0, 0, 0, 0), n, draws.SCORE, CPU), torch.tensor(0))
+        values = draws.uniform(draws.Source.of_all((0, 0, 0, 0), n, CPU).keys(draws.SCORE), torch.tensor(0))
     else:
         place = ("seed", "step", "layer", "microbatch").index(along)
         keys = []
         for i in range(n):
             position = [0, 0, 0, 0]
             position[place] = i
-            keys.append(draws.expert_keys((*position,), 1, draws.SCORE, CPU))  # type: ignore[arg-type]
+            keys.append(draws.Source.of_all((*position,), 1, CPU).keys(draws.SCORE))  # type: ignore[arg-type]
         values = draws.uniform(torch.cat(keys), torch.tensor(0))
     assert chi_square(values, 64) < 127
     # Neighbours are independent: pairs fill the unit square evenly.
@@ -115,7 +117,7 @@ def test_streams_experts_and_steps_are_uncorrelated() -> None:
     """Correlations of 4000 pairs of draws: beyond 5/sqrt(4000) with probability 6e-7 each."""
     n = 4000
     rows = [
-        draws.uniform(draws.expert_keys((0, step, 0, 0), 2, stream, CPU)[expert], torch.arange(n))
+        draws.uniform(draws.Source.of_all((0, step, 0, 0), 2, CPU).keys(stream)[expert], torch.arange(n))
         for step in (0, 1)
         for stream in (draws.PERMUTATION, draws.OFFSET, draws.SCORE)
         for expert in (0, 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from recalibration.oracles import floored, pps_probabilities, top_q, variance
+from recalibration.oracles import floored, pps_probabilities, source, top_q, variance
 
 from lrmoe.recalibration.segments import Segments
 from lrmoe.recalibration.selection import Kept, design, keep_all, rank, select
@@ -49,7 +49,7 @@ def chosen(kept: Kept, segments: Segments) -> list[set[int]]:
 def one(scores: list[float], quota: int, selector: Any, step: int = 0, **options: Any) -> dict[int, float]:
     """Kept places of a single expert and their weights."""
     score_N, segments, quota_E = layout([(scores, quota)])
-    kept = select(score_N, segments, quota_E, selector=selector, position=(0, step, 0, 0), **options)
+    kept = select(score_N, segments, quota_E, selector=selector, source=source((0, step, 0, 0), segments), **options)
     return dict(zip(kept.index_M.tolist(), kept.weight_M.tolist(), strict=True))
 
 
@@ -57,7 +57,7 @@ def one(scores: list[float], quota: int, selector: Any, step: int = 0, **options
 @given(EXPERTS)
 def test_topq_is_the_sorted_list(experts: list[tuple[list[float], int]]) -> None:
     score_N, segments, quota_E = layout(experts)
-    kept = select(score_N, segments, quota_E, selector="topq", position=NOW)
+    kept = select(score_N, segments, quota_E, selector="topq", source=source(NOW, segments))
     assert chosen(kept, segments) == [top_q(rows, q) for rows, q in experts]
     assert (kept.weight_M == 1).all()
 
@@ -68,7 +68,7 @@ def test_every_selector_keeps_exactly_the_quota_in_rising_order(
     experts: list[tuple[list[float], int]], selector: Any, step: int
 ) -> None:
     score_N, segments, quota_E = layout(experts)
-    kept = select(score_N, segments, quota_E, selector=selector, position=(1, step, 2, 3))
+    kept = select(score_N, segments, quota_E, selector=selector, source=source((1, step, 2, 3), segments))
     assert [len(places) for places in chosen(kept, segments)] == quota_E.tolist() == kept.count_E.tolist()
     assert (kept.index_M.diff() > 0).all()
     assert kept.weight_M.isfinite().all()
@@ -84,7 +84,7 @@ def test_probabilities_are_the_loops_and_weights_their_inverse(experts: list[tup
     ranking = rank(score_N, segments)
     plan = design(ranking, quota_E)
     probability_N = torch.empty_like(plan.probability_N).scatter_(0, ranking.order_N, plan.probability_N)
-    kept = select(score_N, segments, quota_E, selector="pps", position=NOW)
+    kept = select(score_N, segments, quota_E, selector="pps", source=source(NOW, segments))
     weight_N = torch.zeros_like(score_N).scatter_(0, kept.index_M, kept.weight_M)
     start = 0
     for e, (rows, q) in enumerate(experts):
@@ -155,8 +155,10 @@ def test_scaling_all_scores_changes_nothing(selector: Any, factor: float) -> Non
     score_N = torch.randn(140, generator=generator, dtype=torch.float64).exp()
     quota_E = torch.tensor([20, 0, 3, 70, 0])
     for step in range(10):
-        first = select(score_N, segments, quota_E, selector=selector, position=(0, step, 0, 0))
-        scaled = select(score_N * factor, segments, quota_E, selector=selector, position=(0, step, 0, 0))
+        first = select(score_N, segments, quota_E, selector=selector, source=source((0, step, 0, 0), segments))
+        scaled = select(
+            score_N * factor, segments, quota_E, selector=selector, source=source((0, step, 0, 0), segments)
+        )
         assert torch.equal(first.index_M, scaled.index_M)
         assert torch.allclose(first.weight_M, scaled.weight_M, rtol=1e-9)
 
@@ -167,17 +169,19 @@ def test_the_draw_is_a_function_of_position_and_expert_alone() -> None:
     rows = torch.rand(3, 30, generator=generator, dtype=torch.float64).tolist()
     for selector in ("pps", "random"):
         score_N, segments, quota_E = layout([(rows[0], 10), (rows[1], 12), (rows[2], 5)])
-        together = chosen(select(score_N, segments, quota_E, selector=selector, position=(9, 8, 7, 6)), segments)  # type: ignore[arg-type]
+        together = chosen(
+            select(score_N, segments, quota_E, selector=selector, source=source((9, 8, 7, 6), segments)), segments
+        )  # type: ignore[arg-type]
         torch.rand(5)
         for others in ([([], 0), ([1.0] * 4, 2)], [([1.0] * 50, 3), ([2.0, 1.0], 1)]):
             score_N, segments, quota_E = layout([others[0], (rows[1], 12), others[1]])
-            kept = select(score_N, segments, quota_E, selector=selector, position=(9, 8, 7, 6))  # type: ignore[arg-type]
+            kept = select(score_N, segments, quota_E, selector=selector, source=source((9, 8, 7, 6), segments))  # type: ignore[arg-type]
             assert chosen(kept, segments)[1] == together[1]
 
 
 def test_equal_experts_draw_independently() -> None:
     score_N, segments, quota_E = layout([([1.0] * 20, 10)] * 8)
-    kept = chosen(select(score_N, segments, quota_E, selector="pps", position=NOW), segments)
+    kept = chosen(select(score_N, segments, quota_E, selector="pps", source=source(NOW, segments)), segments)
     assert len({frozenset(places) for places in kept}) == 8
 
 
@@ -188,7 +192,7 @@ def test_auto_is_topq_where_the_variance_would_be_negligible_and_pps_elsewhere()
     for step in range(20):
         position = (0, step, 0, 0)
         auto, pps, top = (
-            select(score_N, segments, quota_E, selector=s, position=position)  # type: ignore[arg-type]
+            select(score_N, segments, quota_E, selector=s, source=source(position, segments))  # type: ignore[arg-type]
             for s in ("auto", "pps", "topq")
         )
         assert chosen(auto, segments)[0] == chosen(top, segments)[0] == set(range(8))

@@ -10,7 +10,7 @@ import torch
 from experts.problem import expected, make, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recalibration.oracles import floored, pps_probabilities, top_q, variance
+from recalibration.oracles import floored, pps_probabilities, source, top_q, variance
 from recalibration.test_selection import layout, one
 from torch import Tensor
 
@@ -34,7 +34,7 @@ def draws_of(scores: list[float], quota: int, selector: Any, steps: int, experts
     quota_E = torch.full((experts,), quota)
     weights = []
     for step in range(steps):
-        kept = select(score_N, segments, quota_E, selector=selector, position=(0, step, 0, 0))
+        kept = select(score_N, segments, quota_E, selector=selector, source=source((0, step, 0, 0), segments))
         weights.append(torch.zeros(n * experts, dtype=torch.float64).scatter_(0, kept.index_M, kept.weight_M))
     weight_XN = torch.stack(weights).view(-1, n)
     return weight_XN > 0, weight_XN

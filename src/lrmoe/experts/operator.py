@@ -25,13 +25,12 @@ from lrmoe.config import (
     require_count,
 )
 from lrmoe.experts import activations
-from lrmoe.experts.backward import Needs, Recipe, Saved, backward_pass
+from lrmoe.experts.backward import Saved, backward_pass
+from lrmoe.experts.compacted import Bank, Needs, Recipe, forward_rows
 from lrmoe.experts.layer_control import LayerControl
 from lrmoe.experts.meter import Meter, Stopwatch
 from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode, check_same_routing
 from lrmoe.ops.autocast import without_autocast
-from lrmoe.ops.glu import glu_forward
-from lrmoe.ops.grouped_mm import add_group_rows, grouped_mm
 from lrmoe.ops.permute import count_per_expert, sort_by_expert, weighted_combine
 from lrmoe.recalibration import draws
 from lrmoe.recalibration.quota import quotas
@@ -201,17 +200,19 @@ def _forward(
         offs_E = count_E.cumsum(0).to(torch.int32)
         # On a GPU the number of live rows is not known without waiting; rows past it are then computed, never used.
         live = int(offs_E[-1]) if on_cpu else pair_N.numel()
-        h_N2F = grouped_mm(x_TD.index_select(0, pair_N // top_k), gate_up_proj.transpose(1, 2), offs_E)
-        if gate_up_bias is not None:
-            add_group_rows(h_N2F, gate_up_bias, offs_E)
-        phi_NF, phi_sq_N = glu_forward(h_N2F, activations.get(activation), live=live, norms=train)
-        h_N2F = h_N2F if train and save == "preactivation" else h_N2F.new_empty(0, h_N2F.shape[1])
-        y_ND = grouped_mm(phi_NF, down_proj.transpose(1, 2), offs_E)
-        del phi_NF
-        if down_bias is not None:
-            add_group_rows(y_ND, down_bias, offs_E)
-        out_TD = weighted_combine(y_ND, alpha_TK, pair_N, offs_E[-1])
-        del y_ND
+        bank = Bank(gate_up_proj, down_proj, gate_up_bias, down_bias)
+        rows = forward_rows(
+            x_TD.index_select(0, pair_N // top_k),
+            bank,
+            offs_E,
+            activation,
+            live=live,
+            norms=train,
+            keep_h=train and save == "preactivation",
+        )
+        h_N2F, phi_sq_N = rows.h_R2F, rows.phi_sq_R
+        out_TD = weighted_combine(rows.y_RD, alpha_TK, pair_N, offs_E[-1])
+        del rows
         # The caller may change his output in place; only the sum rule reads it in the backward.
         own_out_TD = out_TD.clone() if train and router_grad == "sum_rule" else out_TD.new_empty(0, out_TD.shape[1])
         real_ids_TK = ids_TK if token_mask_T is None else torch.where(token_mask_T.unsqueeze(-1), ids_TK, -1)
@@ -279,10 +280,7 @@ def _backward(
         x_TD=x_TD,
         out_TD=out_TD,
         alpha_TK=alpha_TK,
-        gate_up_proj=gate_up_proj,
-        down_proj=down_proj,
-        gate_up_bias=gate_up_bias,
-        down_bias=down_bias,
+        bank=Bank(gate_up_proj, down_proj, gate_up_bias, down_bias),
         token_mask_T=token_mask_T,
         h_N2F=h_N2F,
         phi_sq_N=phi_sq_N,

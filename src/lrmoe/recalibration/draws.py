@@ -6,6 +6,8 @@ The generator is the SplitMix64 output function (Steele, Lea, Flood, OOPSLA 2014
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -18,13 +20,31 @@ _MIX_2 = 0x94D049BB133111EB
 PERMUTATION, OFFSET, SCORE = range(3)
 
 
-def expert_keys(position: tuple[int, int, int, int], num_experts: int, stream: int, device: torch.device) -> Tensor:
-    """One int64 key per expert, (E,), from (seed, step, layer, microbatch) and the purpose of the draw."""
-    key = 0
-    for part in (*position, stream):
-        key = _mix_int((key ^ (part & _MASK)) + _GOLDEN & _MASK)
-    experts_E = torch.arange(num_experts, dtype=torch.int64, device=device)
-    return mix(experts_E * _signed(_GOLDEN) + _signed(key))
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Whose draws these are. S segments, each the pairs of one expert, or a part of them.
+
+    ``position`` is (seed, step, layer, microbatch); ``expert_S`` int64 the expert's id; ``first_S`` int64 the place of
+    the segment's first row among all pairs of its expert, 0 unless several ranks share the expert. What a row draws
+    depends on nothing else: not on the other experts of its rank, and not on the number of ranks.
+    """
+
+    position: tuple[int, int, int, int]
+    expert_S: Tensor
+    first_S: Tensor
+
+    @classmethod
+    def of_all(cls, position: tuple[int, int, int, int], num_experts: int, device: torch.device) -> Source:
+        """Every expert whole, in order."""
+        expert_E = torch.arange(num_experts, dtype=torch.int64, device=device)
+        return cls(position, expert_E, torch.zeros_like(expert_E))
+
+    def keys(self, stream: int) -> Tensor:
+        """One int64 key per segment, (S,), for one purpose of the draws."""
+        key = 0
+        for part in (*self.position, stream):
+            key = _mix_int((key ^ (part & _MASK)) + _GOLDEN & _MASK)
+        return mix(self.expert_S * _signed(_GOLDEN) + _signed(key))
 
 
 def uniform(key: Tensor, counter: Tensor) -> Tensor:

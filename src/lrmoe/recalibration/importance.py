@@ -22,29 +22,48 @@ def gradient_norms(metric: Metric, grad_TD: Tensor) -> Tensor:
     return norm_T
 
 
-def pair_scores(metric: Metric, *, alpha_N: Tensor, grad_norm_N: Tensor, phi_norm_N: Tensor, noise_N: Tensor) -> Tensor:
+def token_factors(metric: Metric, *, alpha_N: Tensor, grad_norm_N: Tensor) -> Tensor:
+    """What the side that holds the tokens contributes to r, (N,) in the dtype of alpha (fp32 or fp64).
+
+    It is the square root of the factor, so that the product of two fp32 numbers keeps its range in four bytes: that is
+    how it travels to the rank that holds the expert. NaN where the pair's gradient overflowed, whatever the metric
+    looks at.
+
+    Args:
+        metric: ``lrm`` and ``alpha_grad`` |alpha| ||g||, ``grad_norm`` ||g||, ``abs_grad`` sum |g|, ``forward``
+            |alpha|, ``random`` 1.
+        alpha_N: routing weights.
+        grad_norm_N: :func:`gradient_norms` of the pair's token.
+    """
+    product_N = (alpha_N.to(torch.float64) * grad_norm_N).abs()
+    factor_N = {
+        "lrm": product_N,
+        "alpha_grad": product_N,
+        "grad_norm": grad_norm_N,
+        "abs_grad": grad_norm_N,
+        "forward": alpha_N.abs(),
+        "random": torch.ones_like(alpha_N),
+    }[metric]
+    finite_N = torch.isfinite(product_N)
+    return torch.where(finite_N, factor_N.to(torch.float64), torch.nan).sqrt().to(alpha_N.dtype)
+
+
+def pair_scores(metric: Metric, *, token_factor_N: Tensor, phi_norm_N: Tensor, noise_N: Tensor | None) -> Tensor:
     """r = sqrt(R) of each pair, (N,) fp64 and >= 0; the products of the norms cannot overflow there.
+
+    NaN, which selection always keeps, where the pair's contribution overflowed.
 
     Args:
         metric: ``lrm`` |alpha| ||g|| ||phi||, ``grad_norm`` ||g||, ``abs_grad`` sum |g|, ``alpha_grad`` |alpha| ||g||,
             ``forward`` |alpha| ||phi||, ``random`` the noise.
-        alpha_N: routing weights.
-        grad_norm_N: :func:`gradient_norms` of the pair's token.
+        token_factor_N: of :func:`token_factors`.
         phi_norm_N: 2-norm of the down projection's input.
         noise_N: draws from [0, 1), used by ``random`` alone.
     """
-    lrm_N = (alpha_N.to(torch.float64) * grad_norm_N * phi_norm_N).abs()
-    if metric == "lrm":
-        return lrm_N
-    factors = {
-        "grad_norm": (grad_norm_N,),
-        "abs_grad": (grad_norm_N,),
-        "alpha_grad": (alpha_N, grad_norm_N),
-        "forward": (alpha_N, phi_norm_N),
-        "random": (noise_N,),
-    }[metric]
-    score_N = factors[0].to(torch.float64)
-    for factor_N in factors[1:]:
-        score_N = score_N * factor_N
-    # A pair whose contribution overflowed is told apart whatever the metric looks at: selection always keeps it.
-    return torch.where(torch.isfinite(lrm_N), score_N.abs(), torch.nan)
+    score_N = token_factor_N.to(torch.float64).square()
+    if metric in ("lrm", "forward"):
+        return score_N * torch.where(torch.isfinite(phi_norm_N), phi_norm_N, torch.nan)
+    if metric == "random":
+        assert noise_N is not None
+        score_N = score_N * noise_N
+    return torch.where(torch.isfinite(phi_norm_N), score_N, torch.nan)

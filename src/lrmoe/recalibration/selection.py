@@ -108,7 +108,7 @@ def select(
     quota_E: Tensor,
     *,
     selector: Selector,
-    position: tuple[int, int, int, int],
+    source: draws.Source,
     error_budget: float | None = None,
 ) -> Kept:
     """Chooses ``quota_E`` rows of each expert.
@@ -120,7 +120,7 @@ def select(
         selector: ``topq`` the largest, weight 1; ``pps`` systematic sampling in proportion to r on a random
             permutation, weight 1/p (VarOpt-like: exactly the quota, distinct, unbiased); ``random`` the same with
             equal sizes; ``auto`` topq where V* < 0.005 sum R, else pps.
-        position: (seed, step, layer, microbatch), keys the draws together with the expert.
+        source: keys the draws.
         error_budget: raises quotas until V* (topq: the dropped sum of R) is at most this share of the expert's sum R.
     """
     ranking = rank(score_N, segments)
@@ -129,7 +129,7 @@ def select(
         quota_E = _raise_to_budget(ranking, quota_E, selector, error_budget)
     best = design(ranking, quota_E)
     probability_N = _probabilities(ranking, quota_E, selector, best)
-    kept_ranks_N = probability_N > 0 if selector == "topq" else _systematic(ranking, probability_N, quota_E, position)
+    kept_ranks_N = probability_N > 0 if selector == "topq" else _systematic(ranking, probability_N, quota_E, source)
     weight_N = torch.where(kept_ranks_N, 1.0 / probability_N, 0.0)
     kept_N = torch.empty_like(kept_ranks_N).scatter_(0, ranking.order_N, kept_ranks_N)
     weight_N = torch.empty_like(weight_N).scatter_(0, ranking.order_N, weight_N)
@@ -168,9 +168,7 @@ def _equal_scores(ranking: Ranking) -> Ranking:
     return Ranking(segments, ranking.order_N, clean_N.to(torch.float64), ranking.flawed_E)
 
 
-def _systematic(
-    ranking: Ranking, probability_N: Tensor, quota_E: Tensor, position: tuple[int, int, int, int]
-) -> Tensor:
+def _systematic(ranking: Ranking, probability_N: Tensor, quota_E: Tensor, source: draws.Source) -> Tensor:
     """Which ranked rows are kept, bool: those of probability 1, and of the others a systematic sample.
 
     The others lie on a line in random order, each as long as its probability, and every integer shifted by one
@@ -178,18 +176,15 @@ def _systematic(
     distinct rows.
     """
     segments = ranking.segments
-    num_experts = quota_E.numel()
     chance_N = torch.where(probability_N < 1.0, probability_N, 0.0)
     sure_N = probability_N >= 1.0
     free_E = quota_E - segments.total(sure_N.to(torch.int64))
     # Draws belong to the row's place in its expert's list of pairs, not to its rank.
-    own_place_N = segments.position_N.index_select(0, ranking.order_N)
-    key_E = draws.expert_keys(position, num_experts, draws.PERMUTATION, chance_N.device)
-    draw_N = draws.integer(segments.spread(key_E), own_place_N)
+    place_N = segments.position_N.index_select(0, ranking.order_N) + segments.spread(source.first_S)
+    draw_N = draws.integer(segments.spread(source.keys(draws.PERMUTATION)), place_N)
     # Rows left to chance come last, so that what rounding does to the end of the line falls on one of them.
     shuffle_N = segments.ascending((draw_N >> 1) | ((chance_N > 0).to(torch.int64) << 62))
-    offset_key_E = draws.expert_keys(position, num_experts, draws.OFFSET, chance_N.device)
-    offset_N = segments.spread(draws.uniform(offset_key_E, torch.zeros_like(offset_key_E)))
+    offset_N = segments.spread(draws.uniform(source.keys(draws.OFFSET), source.first_S))
     end_N = segments.running_total(chance_N.index_select(0, shuffle_N))
     # The total is an integer but for rounding; say so exactly, or a row would be lost or gained at the end.
     limit_N = segments.spread(free_E.to(torch.float64))
