@@ -7,14 +7,16 @@ from typing import Any
 
 from lrmoe.balance.fixed import Fixed
 from lrmoe.balance.policy import Policy
+from lrmoe.balance.ultraep import UltraEP
 
-_POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Fixed,)}
+_POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Fixed, UltraEP)}
 
 
 def get(name: str, **options: Any) -> Policy:
     """The policy ``name`` with the given options.
 
-    ``fixed`` (:class:`lrmoe.balance.fixed.Fixed`) computes every expert at home.
+    ``fixed`` (:class:`lrmoe.balance.fixed.Fixed`) computes every expert at home; ``ultraep``
+    (:class:`lrmoe.balance.ultraep.UltraEP`) replicates until all ranks have the mean load.
 
     Raises:
         ValueError: if the name or an option is not known, or an option's value is out of range.
