@@ -23,6 +23,11 @@ from lrmoe.hosts.checkpointing import follow_recomputes
 from lrmoe.hosts.expert_modules import Experts, activation_of, is_experts, weights, why_not
 from lrmoe.hosts.trainer_callback import RecalibrationCallback
 
+try:
+    from lrmoe.hosts import transformers_ep
+except ImportError:  # Versions of Transformers without a registry of expert-parallel implementations.
+    transformers_ep = None  # type: ignore[assignment]
+
 __all__ = ["HOST", "NAME", "RecalibrationCallback", "lrmoe_experts_forward"]
 
 NAME = "lrmoe"
@@ -46,14 +51,14 @@ def lrmoe_experts_forward(self: Experts, hidden_states: Tensor, top_k_index: Ten
     Returns:
         (T, D) in the dtype of ``hidden_states``.
     """
-    control = getattr(self, "lrmoe_control", None)
-    if control is None and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        _warn_not_attached()
-    if control is None or not self.training:
-        control = _EXACT
+    control = control_of(self)
     gate_up_proj, down_proj = weights(self)
+    mask_T = None
     if self._is_expert_parallel:
+        # The rows are what other ranks sent; the mask of this rank's tokens says nothing about them.
         top_k_index = torch.where(top_k_index >= self.num_experts, -1, top_k_index)
+    else:
+        mask_T = token_mask(control, hidden_states)
     out_TD = controlled_experts(
         hidden_states,
         top_k_index,
@@ -61,24 +66,33 @@ def lrmoe_experts_forward(self: Experts, hidden_states: Tensor, top_k_index: Ten
         gate_up_proj,
         down_proj,
         control=control,
-        activation=_activation(self),
+        activation=activation_name(self),
         gate_up_bias=self.gate_up_proj_bias if self.has_bias else None,
         down_bias=self.down_proj_bias if self.has_bias else None,
-        token_mask_T=_token_mask(self, control, hidden_states),
+        token_mask_T=mask_T,
     )
     return out_TD.to(hidden_states.dtype)
 
 
-def _token_mask(module: Experts, control: LayerControl, hidden_states: Tensor) -> Tensor | None:
-    """The padding mask where it describes these rows: not for tokens another rank sent, nor for a part of them."""
+def control_of(module: Experts) -> LayerControl:
+    """The control an expert module runs with now; in evaluation, or if it has none, that of the exact backward."""
+    control: LayerControl | None = getattr(module, "lrmoe_control", None)
+    if control is None and module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _warn_not_attached()
+    return _EXACT if control is None or not module.training else control
+
+
+def token_mask(control: LayerControl, hidden_states: Tensor) -> Tensor | None:
+    """The padding mask where it describes these rows: not where they are a part of the model's tokens."""
     mask_T = control.token_mask_T
-    if mask_T is None or module._is_expert_parallel or mask_T.shape[0] != hidden_states.shape[0]:
+    if mask_T is None or mask_T.shape[0] != hidden_states.shape[0]:
         return None
     return mask_T.to(hidden_states.device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _activation(module: Experts) -> str:
+def activation_name(module: Experts) -> str:
+    """The name of the module's activation, read off once."""
     if not hasattr(module, "_lrmoe_activation"):
         module._lrmoe_activation = _read_activation(module)
     known: str = module._lrmoe_activation
@@ -109,15 +123,20 @@ def _warn_not_attached() -> None:
 class _Binding:
     """The way back from :meth:`_TransformersHost.bind`. An object, not a closure: a model must stay picklable."""
 
-    def __init__(self, modules: list[Experts], configs: list[Any], unwrap: Callable[[], None]) -> None:
+    def __init__(
+        self, modules: list[Experts], configs: list[Any], unwrap: Callable[[], None], shared: list[Any]
+    ) -> None:
         self._modules = modules
         self._configs = configs
         self._unwrap = unwrap
+        self._shared = shared
 
     def __call__(self) -> None:
         for module, config in zip(self._modules, self._configs, strict=True):
             module.config = config
             del module.lrmoe_control
+        for layer in self._shared:
+            layer.engine = None
         self._unwrap()
 
 
@@ -149,7 +168,20 @@ class _TransformersHost:
             module.config = copy.copy(module.config)
             module.config._experts_implementation_internal = NAME
             module.lrmoe_control = controls[name]
-        return _Binding(list(modules.values()), before, follow_recomputes(model, list(controls.values())))
+        unwrap = follow_recomputes(model, list(controls.values()))
+        return _Binding(list(modules.values()), before, unwrap, _share_engine(list(modules.values())))
+
+
+def _share_engine(modules: list[Experts]) -> list[Any]:
+    """Gives the expert-parallel layers among the modules the default engine, unless the user has given them one.
+    Returns the layers that got it."""
+    if transformers_ep is None:
+        return []
+    layers = [layer for module in modules if (layer := transformers_ep.of_module(module)) is not None]
+    if not layers or any(layer.chosen for layer in layers):
+        return []
+    transformers_ep.share_engine(layers)
+    return layers
 
 
 ExpertsInterface.register(NAME, lrmoe_experts_forward)
