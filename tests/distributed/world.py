@@ -7,8 +7,8 @@
 
     totals = run_world(2, add, 10)                                 # [tensor(21), tensor(21)], one a rank
 
-Every call gets a gloo group of its own, which is the *default* group while the function runs: ``dist.new_group``, device
-meshes, DDP and FSDP see a world of exactly ``size`` ranks, and nothing of an earlier call.
+Every call gets a gloo group of its own, which is the *default* group while the function runs: ``dist.new_group``,
+device meshes, DDP and FSDP see a world of exactly ``size`` ranks, and nothing of an earlier call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,12 @@ class WorldError(AssertionError):
 
 
 def run_world(
-    size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, group_timeout: float | None = None
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60.0,
+    group_timeout: float | None = None,
+    breaks_group: bool = False,
 ) -> list[Any]:
     """Runs ``function(group, *args)`` on ranks 0 .. size-1 and returns what each of them returned.
 
@@ -48,6 +53,7 @@ def run_world(
         timeout: seconds for the whole call; when they are over, the processes are killed and the next call starts
             new ones.
         group_timeout: seconds that a collective of the group waits; the call's if not given.
+        breaks_group: the function leaves a group behind that cannot be used any more.
 
     Raises:
         WorldError: with the traceback of the rank that failed first.
@@ -58,7 +64,7 @@ def run_world(
     if _pool is None:
         _pool = _Pool()
     try:
-        return _pool.run(size, function, args, timeout, group_timeout or timeout)
+        return _pool.run(size, (function, args), timeout, group_timeout or timeout, breaks_group)
     except BaseException:
         if _pool is not None and not _pool.usable:
             close()
@@ -94,16 +100,14 @@ class _Pool:
             self.ends.append(ours)
             self.processes.append(process)
 
-    def run(
-        self, size: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, group_timeout: float
-    ) -> list[Any]:
+    def run(self, size: int, call: tuple[Any, ...], timeout: float, group_timeout: float, breaks: bool) -> list[Any]:
         self.calls += 1
-        task = pickle.dumps((function, args))
+        task = pickle.dumps(call)
         results: dict[int, Any] = {}
         errors: list[str] = []
         self.usable = False
         for rank in range(size):
-            self.ends[rank].send_bytes(pickle.dumps((sys.path, task, rank, size, self.calls, group_timeout)))
+            self.ends[rank].send_bytes(pickle.dumps((sys.path, task, rank, size, self.calls, group_timeout, breaks)))
         end = time.monotonic() + timeout
         pending = set(range(size))
         while pending:
@@ -133,7 +137,7 @@ class _Pool:
                 break
         self.usable = not pending
         if errors:
-            raise WorldError(f"{getattr(function, '__name__', function)} on {size} ranks\n" + "\n".join(errors))
+            raise WorldError(f"{getattr(call[0], '__name__', call[0])} on {size} ranks\n" + "\n".join(errors))
         return [results[rank] for rank in range(size)]
 
     def kill(self) -> None:
@@ -160,7 +164,7 @@ def _serve(end: Connection, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         try:
-            sys.path[:], task, rank, size, call, timeout = pickle.loads(end.recv_bytes())
+            sys.path[:], task, rank, size, call, timeout, breaks_group = pickle.loads(end.recv_bytes())
         except EOFError:
             return
         torch.manual_seed(0)
@@ -175,7 +179,8 @@ def _serve(end: Connection, port: int) -> None:
             )
             value = function(dist.group.WORLD, *args)
             # A rank that is done must not close its connections while another still reads from them.
-            dist.barrier()
+            if not breaks_group:
+                dist.barrier()
             answer = pickle.dumps((True, value))
         except BaseException:
             answer = pickle.dumps((False, traceback.format_exc()))
