@@ -6,17 +6,19 @@ import inspect
 from typing import Any
 
 from lrmoe.balance.fixed import Fixed
+from lrmoe.balance.lrmoe import LRMoE
 from lrmoe.balance.policy import Policy
 from lrmoe.balance.ultraep import UltraEP
 
-_POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Fixed, UltraEP)}
+_POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Fixed, UltraEP, LRMoE)}
 
 
 def get(name: str, **options: Any) -> Policy:
     """The policy ``name`` with the given options.
 
     ``fixed`` (:class:`lrmoe.balance.fixed.Fixed`) computes every expert at home; ``ultraep``
-    (:class:`lrmoe.balance.ultraep.UltraEP`) replicates until all ranks have the mean load.
+    (:class:`lrmoe.balance.ultraep.UltraEP`) replicates until all ranks have the mean load; ``lrmoe``
+    (:class:`lrmoe.balance.lrmoe.LRMoE`) drops first, then uses the fewest replicas under a budget.
 
     Raises:
         ValueError: if the name or an option is not known, or an option's value is out of range.

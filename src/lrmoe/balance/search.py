@@ -1,0 +1,213 @@
+"""Which rows to move so that every rank is under a level of demand, with few replicas.
+
+The demand of an instance is ``forward_cost * rows + backward_cost * kept``, in any unit: time, bytes or rows. What
+moves is kept rows; the forward rows of a replica follow its share of its expert's quota.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+Export = tuple[int, int, int, int]
+"""(expert, rank, rows, kept) of a replica."""
+
+
+class Placement:
+    """All experts at home, under given quotas: what the search starts from.
+
+    Args:
+        load_E: rows of each expert.
+        quota_E: rows of each expert that the backward keeps.
+        homes: home rank of each expert.
+        num_ranks: G.
+        forward_cost: demand of a row.
+        backward_cost: demand of a kept row, on top.
+    """
+
+    def __init__(
+        self,
+        load_E: Sequence[int],
+        quota_E: Sequence[int],
+        homes: Sequence[int],
+        num_ranks: int,
+        forward_cost: float,
+        backward_cost: float,
+    ) -> None:
+        self.load_E, self.quota_E, self.homes = load_E, quota_E, homes
+        self.forward_cost, self.backward_cost = forward_cost, backward_cost
+        self.rows_G, self.kept_G = [0] * num_ranks, [0] * num_ranks
+        self.experts_G: list[list[int]] = [[] for _ in range(num_ranks)]
+        for expert, home in enumerate(homes):
+            self.rows_G[home] += load_E[expert]
+            self.kept_G[home] += quota_E[expert]
+            self.experts_G[home].append(expert)
+        for experts in self.experts_G:
+            experts.sort(key=lambda e: -self.cost(load_E[e], quota_E[e]))
+        self.demand_G = [self.cost(rows, kept) for rows, kept in zip(self.rows_G, self.kept_G, strict=True)]
+        self.mean = self.cost(sum(self.rows_G), sum(self.kept_G)) / num_ranks
+        self.most = max(self.demand_G)
+
+    def cost(self, rows: int, kept: int) -> float:
+        """Demand of so many rows, of which so many are kept."""
+        return self.forward_cost * rows + self.backward_cost * kept
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one search found.
+
+    Args:
+        exports: the replicas, in planned order.
+        demand_G: of each rank with them.
+        moved_rows: forward rows the replicas take.
+    """
+
+    exports: tuple[Export, ...]
+    demand_G: tuple[float, ...]
+    moved_rows: int
+
+    @property
+    def most(self) -> float:
+        """The largest demand of a rank."""
+        return max(self.demand_G)
+
+    @property
+    def rank_key(self) -> tuple[int, int, float]:
+        """The smaller the better: replicas, moved rows, largest demand."""
+        return len(self.exports), self.moved_rows, self.most
+
+    def excess(self, level: float) -> float:
+        """How much all ranks together are above ``level``."""
+        return sum(max(demand - level, 0.0) for demand in self.demand_G)
+
+
+def found_of(placement: Placement, exports: Iterable[tuple[int, int, int]]) -> Found:
+    """What given replicas (expert, rank, kept rows) come to."""
+    rows_G, kept_G = list(placement.rows_G), list(placement.kept_G)
+    full: list[Export] = []
+    for expert, rank, kept in exports:
+        rows = placement.load_E[expert] * kept // placement.quota_E[expert]
+        for place, sign in ((rank, 1), (placement.homes[expert], -1)):
+            rows_G[place] += sign * rows
+            kept_G[place] += sign * kept
+        full.append((expert, rank, rows, kept))
+    demand_G = tuple(placement.cost(rows, kept) for rows, kept in zip(rows_G, kept_G, strict=True))
+    return Found(tuple(full), demand_G, sum(rows for _, _, rows, _ in full))
+
+
+def export(
+    placement: Placement, level: float, *, slots: int, best_fit: bool, largest_first: bool, partial: bool = False
+) -> Found | None:
+    """One deterministic greedy pass: every rank above ``level`` exports until it is not, its largest expert first.
+
+    Args:
+        slots: replicas a rank may hold.
+        best_fit: export to the rank with the *least* room that takes all that is needed, if one does; else, and
+            without this, to the one with the most.
+        largest_first: serve the rank with the largest excess first, or last.
+        partial: go on where a rank cannot get under the level, and return what was done.
+
+    Returns:
+        What was found, or None if a rank stays above the level and this is not ``partial``.
+    """
+    load_E, quota_E, cost = placement.load_E, placement.quota_E, placement.cost
+    rows_G, kept_G, demand_G = list(placement.rows_G), list(placement.kept_G), list(placement.demand_G)
+    # Ranks with room and a free slot, by room; among equals the lower rank last.
+    places = sorted((level - demand, -r) for r, demand in enumerate(demand_G) if demand < level and slots)
+    free_G = [slots] * len(demand_G)
+    sources = [r for r, demand in enumerate(demand_G) if demand > level]
+    sources.sort(key=lambda r: -demand_G[r] if largest_first else demand_G[r])
+    exports: list[Export] = []
+    moved = 0
+    for source in sources:
+        for expert in placement.experts_G[source]:
+            load, quota = load_E[expert], quota_E[expert]
+            spare = quota - 1  # One kept row stays at home.
+            if spare <= 0:
+                continue
+            per_row = cost(load, quota) / quota
+            taken: set[int] = set()
+            while demand_G[source] > level and spare > 0:
+                open_places = [place for place in places if -place[1] not in taken] if taken else places
+                if not open_places:
+                    break
+                kept = max(int((demand_G[source] - level) / per_row), 1)
+                # Rows are whole, so that the estimate may be one or two short.
+                while kept < spare and cost(rows_G[source] - load * kept // quota, kept_G[source] - kept) > level:
+                    kept += 1
+                kept = min(kept, spare)
+                at = bisect_left(open_places, (cost(load * kept // quota, kept), -len(demand_G))) if best_fit else -1
+                place = open_places[at if at < len(open_places) else -1]
+                target = -place[1]
+                if place[0] < cost(load * kept // quota, kept):
+                    kept = min(kept, int(place[0] / per_row) + 1)
+                while kept and cost(rows_G[target] + load * kept // quota, kept_G[target] + kept) > level:
+                    kept -= 1
+                if kept == 0:
+                    break
+                rows = load * kept // quota
+                exports.append((expert, target, rows, kept))
+                moved += rows
+                spare -= kept
+                taken.add(target)
+                rows_G[source] -= rows
+                kept_G[source] -= kept
+                demand_G[source] = cost(rows_G[source], kept_G[source])
+                rows_G[target] += rows
+                kept_G[target] += kept
+                demand_G[target] = cost(rows_G[target], kept_G[target])
+                del places[bisect_left(places, place)]
+                free_G[target] -= 1
+                if free_G[target] and demand_G[target] < level:
+                    insort(places, (level - demand_G[target], -target))
+            if demand_G[source] <= level:
+                break
+        if demand_G[source] > level and not partial:
+            return None
+    return Found(tuple(exports), tuple(demand_G), moved)
+
+
+_PASSES = ((False, True), (True, True), (True, False), (False, False))
+"""(best_fit, largest_first) of each pass. No order is best for all loads; the first is UltraEP's."""
+
+
+def fewest(placement: Placement, level: float, slots: int, others: Iterable[Found] = ()) -> Found | None:
+    """The best of all passes, and of ``others``, that brings every rank under ``level``; None if none does."""
+    if sum(placement.demand_G) > level * len(placement.demand_G) * (1 + 1e-12):
+        return None
+    passes = [
+        export(placement, level, slots=slots, best_fit=best_fit, largest_first=largest_first)
+        for best_fit, largest_first in _PASSES
+    ]
+    fitting = [found for found in (*passes, *others) if found is not None and found.most <= level]
+    return min(fitting, key=lambda found: found.rank_key, default=None)
+
+
+def closest(placement: Placement, level: float, slots: int) -> Found:
+    """The pass that leaves the least above ``level``."""
+    passes = []
+    for best_fit, largest_first in _PASSES:
+        found = export(placement, level, slots=slots, best_fit=best_fit, largest_first=largest_first, partial=True)
+        assert found is not None  # As a partial pass always returns.
+        passes.append(found)
+    return min(passes, key=lambda found: (found.excess(level), found.rank_key))
+
+
+def least_level(placement: Placement, slots: int) -> float:
+    """The least level that the passes reach, to the cost of one row."""
+    low, high = placement.mean, placement.most
+    step = max(placement.cost(1, 1), high * 1e-9)
+    while high - low > step:
+        middle = (low + high) / 2
+        reached = None
+        for best_fit, largest_first in _PASSES[:3]:
+            reached = export(placement, middle, slots=slots, best_fit=best_fit, largest_first=largest_first)
+            if reached is not None:
+                break
+        if reached is None:
+            low = middle
+        else:
+            high = reached.most
+    return high
