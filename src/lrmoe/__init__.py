@@ -1,5 +1,9 @@
 """LRMoE: a schedulable backward pass for mixture-of-experts training."""
 
+import importlib
+from typing import Any
+
+from lrmoe import balance
 from lrmoe.config import LRMoEConfig
 from lrmoe.control import Recalibrator, attach
 from lrmoe.experts.meter import recording
@@ -15,10 +19,19 @@ __all__ = [
     "Routing",
     "TopKRouter",
     "attach",
+    "balance",
+    "parallel",
     "recording",
     "register",
     "routed_experts",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Only those who train on several ranks need torch.distributed, which not every build of torch has.
+    if name == "parallel":
+        return importlib.import_module("lrmoe.parallel")
+    raise AttributeError(f"module 'lrmoe' has no attribute {name!r}")
 
 
 def register() -> None:

@@ -76,10 +76,12 @@ class Meter:
         self.backward_seconds = 0.0
         self._sums: BackwardStats | None = None
 
-    def add(self, stats: BackwardStats) -> None:
+    def add(self, stats: BackwardStats, *, routed_E: Tensor | None = None) -> None:
+        """Adds one backward; ``routed_E`` its loads where ``stats`` covers only this rank's part of them."""
         self.backwards += 1
+        routed_E = stats.load_E if routed_E is None else routed_E
         untaken_E = self._untaken_load_E
-        self._untaken_load_E = stats.load_E if untaken_E is None else untaken_E + stats.load_E
+        self._untaken_load_E = routed_E if untaken_E is None else untaken_E + routed_E
         old = self._sums
         self._sums = (
             stats
@@ -99,7 +101,8 @@ class Meter:
         return None if self._sums is None else self._sums.load_E
 
     def take_load_E(self) -> Tensor | None:
-        """Routed pairs per expert, int64, in the forwards trained on since the last call; None if there were none.
+        """Routed pairs per expert, int64, in the forwards trained on since the last call, of all expert-parallel ranks;
+        None if there were none.
 
         A sum of its own, for the one consumer that balances the router: :meth:`reset` leaves it alone, so reading
         metrics never hides loads from the selection bias.

@@ -133,12 +133,7 @@ def _experts(
     """The operator with its arguments checked and in the dtypes it takes; ``tensors`` in the order it takes them."""
     check_arguments(*tensors)
     x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T = tensors
-    if not isinstance(activation, str):
-        activations.get(activation)  # Raises, saying what it may be.
-    device = x_TD.device.type
-    # Devices without autocast, such as meta, refuse the question.
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    dtype = torch.get_autocast_dtype(device) if autocast else gate_up_proj.dtype
+    dtype = product_dtype(x_TD, gate_up_proj, activation)
     trainable = (x_TD, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias)
     check_not_forward_mode(*trainable)
     out_TD: Tensor = torch.ops.lrmoe.routed_experts(
@@ -163,6 +158,26 @@ def _experts(
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trainable),
     )[0]
     return out_TD.to(x_TD.dtype)
+
+
+def product_dtype(x_TD: Tensor, gate_up_proj: Tensor, activation: str) -> torch.dtype:
+    """The dtype the products run in: autocast's where it is on, else that of the weights.
+
+    Raises:
+        ValueError: if the activation is not known.
+    """
+    if not isinstance(activation, str):
+        activations.get(activation)  # Raises, saying what it may be.
+    device = x_TD.device.type
+    # Devices without autocast, such as meta, refuse the question.
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if autocast else gate_up_proj.dtype
+
+
+def routing_fingerprint(ids_TK: Tensor) -> Tensor:
+    """An int64 scalar that tells this routing from another."""
+    place_N = torch.arange(ids_TK.numel(), device=ids_TK.device)
+    return draws.mix(ids_TK.reshape(-1) * ids_TK.numel() + place_N).sum()
 
 
 @torch.library.custom_op("lrmoe::routed_experts", mutates_args=())
@@ -218,8 +233,7 @@ def _forward(
         real_ids_TK = ids_TK if token_mask_T is None else torch.where(token_mask_T.unsqueeze(-1), ids_TK, -1)
         load_E = count_per_expert(real_ids_TK.reshape(-1), num_experts)
         quota_E = quotas(cast(Quota, quota), load_E, float(drop))
-        place_N = torch.arange(ids_TK.numel(), device=x_TD.device)
-        fingerprint = draws.mix(ids_TK.reshape(-1) * ids_TK.numel() + place_N).sum()
+        fingerprint = routing_fingerprint(ids_TK)
     return out_TD, own_out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint
 
 

@@ -1,0 +1,132 @@
+"""What the ranks tell each other before a layer's rows travel: their loads, and that they mean the same call.
+
+It is the one collective that every rank enters whatever happens. A rank whose arguments are wrong says so in it, so
+that the others stop too and do not wait for rows that never come.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lrmoe.parallel.collectives import Traffic, all_gather_counts
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What has to be the same on all ranks, by the names under which a difference is reported."""
+
+    width: int
+    expert_width: int
+    dtype: torch.dtype
+    activation: str
+    config: str
+    seed: int
+    step: int
+    microbatch: int
+    layer: int
+    drop: float
+    training: bool
+    gradients: tuple[bool, ...]
+
+    def numbers(self) -> dict[str, int]:
+        """Each field as one int64. Texts by their checksum."""
+        return {
+            "the width of x_TD": self.width,
+            "the width of the experts": self.expert_width,
+            "the dtype of the products": _DTYPES.index(self.dtype),
+            "activation": zlib.crc32(self.activation.encode()),
+            "config": zlib.crc32(self.config.encode()),
+            "seed": self.seed,
+            "step": self.step,
+            "microbatch": self.microbatch,
+            "layer": self.layer,
+            "drop": struct.unpack("<q", struct.pack("<d", self.drop))[0],
+            "whether a backward follows": int(self.training),
+            "which gradients are wanted (x, routing weights, gate_up_proj, down_proj, biases)": sum(
+                needed << i for i, needed in enumerate(self.gradients)
+            ),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """int64 CPU: ``real_GE`` and ``masked_GE``, pairs of each rank for each expert, of real and of masked tokens;
+    ``recording``: somebody records on every rank."""
+
+    real_GE: Tensor
+    masked_GE: Tensor
+    recording: bool
+
+
+def gather_loads(
+    terms: Terms | None,
+    real_E: Tensor,
+    masked_E: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    recording: bool,
+    timeout_s: float | None,
+    traffic: Traffic,
+) -> Loads:
+    """Everybody's loads, once everybody is known to make the same call.
+
+    Args:
+        terms: None on a rank whose arguments are wrong; it raises its own error afterwards.
+        real_E, masked_E: int64, this rank's pairs.
+
+    Raises:
+        RuntimeError: if another rank's arguments are wrong, or the ranks make different calls, naming what differs.
+        RankFailure: if a rank does not come.
+    """
+    num_experts = real_E.numel()
+    names = list(_NAMES)
+    own = [0] * len(names) if terms is None else list(terms.numbers().values())
+    head = torch.tensor([int(terms is None), int(recording), *own], dtype=torch.int64, device=real_E.device)
+    told = all_gather_counts(
+        torch.cat([head, real_E, masked_E]), group, what="loads", timeout_s=timeout_s, traffic=traffic
+    ).cpu()
+    refused = told[:, 0].nonzero().flatten().tolist()
+    if refused and terms is not None:
+        ranks = ", ".join(str(rank) for rank in refused)
+        raise RuntimeError(
+            f"rank {ranks} of the expert-parallel group was given arguments it had to refuse; see the error there. "
+            "This rank stops with it, because its tokens cannot be exchanged"
+        )
+    if not refused:
+        start = head.numel() - len(names)
+        for name, value_G in zip(names, told[:, start : head.numel()].t().tolist(), strict=True):
+            if len(set(value_G)) > 1:
+                raise RuntimeError(_difference(name, value_G))
+    real_GE, masked_GE = told[:, head.numel() : -num_experts], told[:, -num_experts:]
+    return Loads(real_GE.contiguous(), masked_GE.contiguous(), bool(told[:, 1].all()))
+
+
+def _difference(name: str, value_G: list[int]) -> str:
+    shown: list[object] = list(value_G)
+    if name == "drop":
+        shown = [struct.unpack("<d", struct.pack("<q", value))[0] for value in value_G]
+    elif "dtype" in name:
+        shown = [_DTYPES[value] for value in value_G]
+    elif name in ("activation", "config"):
+        return f"{name} is not the same on all ranks of the expert-parallel group; give every rank the same"
+    values = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(shown))
+    return (
+        f"{name} is not the same on all ranks of the expert-parallel group: {values}. Every rank has to call the same "
+        "layer at the same step and microbatch, with the same configuration"
+    )
+
+
+_NAMES = tuple(
+    Terms(
+        width=0, expert_width=0, dtype=torch.float32, activation="", config="", seed=0, step=0, microbatch=0, layer=0,
+        drop=0.0, training=False, gradients=(),
+    ).numbers()
+)  # fmt: skip

@@ -1,0 +1,278 @@
+"""The backward of the routed experts over several ranks: stage by stage, in the order they run.
+
+T tokens, K choices, L pairs of this rank that have an expert, R rows this rank computes, M kept rows, S instances.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lrmoe.config import Metric
+from lrmoe.experts.backward import backward_stats, complete_by_sum_rule, row_noise
+from lrmoe.experts.compacted import Activations, Bank, Needs, RowGradients, Rows, kept_gradients
+from lrmoe.experts.meter import BackwardCall, BackwardStats, record
+from lrmoe.ops.permute import add_to_tokens
+from lrmoe.parallel.call import Call, banks
+from lrmoe.parallel.replicas import reduce_home
+from lrmoe.parallel.transport import AllToAllTransport, KeptTransport
+from lrmoe.recalibration import draws
+from lrmoe.recalibration.importance import gradient_norms, pair_scores, token_factors
+from lrmoe.recalibration.segments import Segments
+from lrmoe.recalibration.selection import Kept, keep_all, select
+
+# What a masked token's pair sends for a score: its experts must not keep it. Scores are never negative.
+_MASKED = -1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """``row_M``: kept rows by their place in host order, ascending in each instance; ``importance_R``: R of each row in
+    host order, 0 for masked ones."""
+
+    row_M: Tensor
+    kept: Kept
+    importance_R: Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistributedBackward:
+    """One backward: what the forward saved, and the stages it takes."""
+
+    call: Call
+    needs: Needs
+    home: Bank
+    alpha_TK: Tensor
+    token_mask_T: Tensor | None
+    own_out_TD: Tensor
+    y_LD: Tensor
+    x_RD: Tensor
+    h_parts: tuple[Tensor, Tensor]
+    phi_sq_R: Tensor
+    pair_L: Tensor
+
+    def run(self, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of (x, alpha, gate_up_proj, down_proj, gate_up_bias, down_bias); None where not needed."""
+        call, layout, line = self.call, self.call.layout, self.call.line
+        transport = AllToAllTransport(line, layout)
+        if layout.replicated:
+            call.slots.refill(line, layout, self.home)
+        if layout.everything and not call.recording:
+            row_M = torch.arange(sum(layout.receive), device=grad_TD.device)
+            count_S, weight_M = layout.load_S, torch.ones_like(row_M, dtype=self.alpha_TK.dtype)
+            carrier = transport.agree_on_kept(None)
+            self._count_everything()
+        else:
+            with line.phase("select"):
+                factor_R = self._factors(grad_TD, transport)
+                chosen = self._select(factor_R)
+                row_M, count_S = chosen.row_M, chosen.kept.count_E
+                weight_M = chosen.kept.weight_M.to(self.alpha_TK.dtype)
+            carrier = transport.agree_on_kept(row_M)
+            if call.recording:
+                self._record(transport, chosen)
+        pair_M = self.pair_L if carrier.sent_M is None else self.pair_L.index_select(0, carrier.sent_M)
+        grad_MD = grad_TD.index_select(0, pair_M // self.alpha_TK.shape[1])
+        grad_MD = carrier.to_experts(grad_MD, "gradients to experts")
+        alpha_M = carrier.to_experts(self.alpha_TK.reshape(-1)[pair_M], "routing weights to experts")
+        with line.phase("backward experts"):
+            parts = self._experts(grad_MD, alpha_M, weight_M, row_M, count_S, transport)
+        del grad_MD
+        dx = dalpha = None
+        if self.needs.x:
+            dx_MD = carrier.to_tokens(_joined([part.dx_MD for part in parts]), "gradients to tokens")
+            dx = add_to_tokens(dx_MD, pair_M, *self.alpha_TK.shape)
+        if self.needs.alpha:
+            dalpha = self._router_gradient(grad_TD, _joined([part.dalpha_M for part in parts]), carrier, pair_M)
+        return dx, dalpha, *self._weight_gradients(parts)
+
+    def _factors(self, grad_TD: Tensor, transport: AllToAllTransport) -> Tensor:
+        """(R, 1 or 2) in host order: the tokens' side of the score; a second column, where the selection goes by
+        another metric, for the importance that is reported."""
+        top_k = self.alpha_TK.shape[1]
+        token_L = self.pair_L // top_k
+        alpha_L = self.alpha_TK.reshape(-1)[self.pair_L]
+        columns = []
+        for metric in dict.fromkeys([self.call.recipe.metric, "lrm"]):
+            norm_L = gradient_norms(metric, grad_TD).index_select(0, token_L)
+            factor_L = token_factors(metric, alpha_N=alpha_L, grad_norm_N=norm_L)
+            if self.token_mask_T is not None:
+                factor_L = factor_L.masked_fill(~self.token_mask_T[token_L], _MASKED)
+            columns.append(factor_L)
+        return transport.in_host_order(transport.to_experts(torch.stack(columns, 1), "scores to experts"))
+
+    def _select(self, factor_R: Tensor) -> _Chosen:
+        layout, recipe = self.call.layout, self.call.recipe
+        # Not "is >= 0": a score that overflowed is NaN, and kept.
+        masked_R = factor_R[:, 0] < 0
+        row_R = torch.arange(factor_R.shape[0], device=factor_R.device)
+        if self.call.layout.load_S.sum() < row_R.numel():
+            # Rows of nobody come last, behind all instances.
+            rows_S = torch.cat([layout.offs_home_E, layout.offs_slots_S + layout.rows_home]).to(torch.int64)
+            instance_R = torch.bucketize(row_R, rows_S, right=True)
+            row_R = torch.argsort(torch.where(masked_R, rows_S.numel(), instance_R), stable=True)
+        segments = Segments.from_loads(layout.load_S, row_R.numel())
+        source = draws.Source(self.call.position, layout.expert_S, layout.first_S)
+        phi_norm_R = self.phi_sq_R.sqrt().index_select(0, row_R)
+
+        def scores(metric: Metric, column: int) -> Tensor:
+            return pair_scores(
+                metric,
+                token_factor_N=factor_R[:, column].index_select(0, row_R),
+                phi_norm_N=phi_norm_R,
+                noise_N=row_noise(source, segments) if metric == "random" else None,
+            )
+
+        score_R = scores(recipe.metric, 0)
+        if torch.equal(layout.quota_S, layout.load_S):
+            kept = keep_all(segments)
+        else:
+            kept = select(
+                score_R,
+                segments,
+                layout.quota_S,
+                selector=recipe.selector,
+                source=source,
+                error_budget=recipe.error_budget,
+            )
+        if self.call.meter is not None:
+            lrm_R = score_R if recipe.metric == "lrm" else scores("lrm", -1)
+            stats = backward_stats(kept, lrm_R, segments, layout.load_S, by_lrm=recipe.metric == "lrm")
+            self._meter(stats)
+        importance_R = torch.where(segments.live_N, score_R, 0.0).square()
+        return _Chosen(
+            row_R.index_select(0, kept.index_M),
+            kept,
+            torch.empty_like(importance_R).index_copy_(0, row_R, importance_R),
+        )
+
+    def _experts(
+        self,
+        grad_MD: Tensor,
+        alpha_M: Tensor,
+        weight_M: Tensor,
+        row_M: Tensor,
+        count_S: Tensor,
+        transport: AllToAllTransport,
+    ) -> list[RowGradients]:
+        """Gradients from the home experts and, where this rank holds some, the replicas."""
+        layout, recipe = self.call.layout, self.call.recipe
+        source_M = transport.received_place(row_M)
+        everything = row_M.numel() == self.phi_sq_R.numel()
+        kept_home = int(count_S[: layout.num_home].sum())
+        parts = []
+        for (bank, _, rows), h_R2F in zip(banks(self.call, self.home), self.h_parts, strict=False):
+            is_home = bank is self.home
+            chosen = slice(0, kept_home) if is_home else slice(kept_home, None)
+            counts = count_S[: layout.num_home] if is_home else count_S[layout.num_home :]
+            parts.append(
+                kept_gradients(
+                    grad_MD[chosen],
+                    alpha_M[chosen],
+                    weight_M[chosen],
+                    Rows(
+                        row_M[chosen] - rows.start,
+                        source_M[chosen],
+                        counts.cumsum(0).to(torch.int32),
+                        everything=everything,
+                    ),
+                    Activations(self.x_RD, h_R2F),
+                    bank,
+                    recipe,
+                    self.needs,
+                )
+            )
+        return parts
+
+    def _router_gradient(self, grad_TD: Tensor, dalpha_M: Tensor, carrier: KeptTransport, pair_M: Tensor) -> Tensor:
+        """d(routing weights), (T, K): exact for kept pairs, by ``router_grad`` for dropped ones."""
+        alpha_TK, recipe = self.alpha_TK, self.call.recipe
+        dalpha_M = carrier.to_tokens(dalpha_M, "routing weight gradients to tokens")
+        dalpha_N = alpha_TK.new_zeros(alpha_TK.numel())
+        dalpha_N[pair_M] = dalpha_M
+        if recipe.router_grad == "kept" or self.call.layout.everything:
+            return dalpha_N.view_as(alpha_TK)
+        live_L = torch.ones_like(self.pair_L, dtype=torch.bool)
+        if self.token_mask_T is not None:
+            live_L = self.token_mask_T[self.pair_L // alpha_TK.shape[1]]
+        kept_N = torch.zeros(alpha_TK.numel(), dtype=torch.bool, device=alpha_TK.device)
+        kept_N[pair_M] = True
+        if recipe.router_grad == "sum_rule":
+            live_N = torch.zeros_like(kept_N).index_copy_(0, self.pair_L, live_L)
+            return complete_by_sum_rule(grad_TD, self.own_out_TD, alpha_TK, dalpha_N, kept_N, live_N)
+        dropped_L = (live_L & ~kept_N[self.pair_L]).nonzero().squeeze(-1)
+        dropped_M = self.pair_L.index_select(0, dropped_L)
+        grad_MD = grad_TD.index_select(0, dropped_M // alpha_TK.shape[1]).to(alpha_TK.dtype)
+        dalpha_N[dropped_M] = (grad_MD * self.y_LD.index_select(0, dropped_L)).sum(-1)
+        return dalpha_N.view_as(alpha_TK)
+
+    def _weight_gradients(self, parts: list[RowGradients]) -> list[Tensor | None]:
+        """Gradients of this rank's experts, with those of their replicas elsewhere."""
+        call, home = self.call, self.home
+        gradients: list[Tensor | None] = []
+        for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"):
+            weight, gradient = getattr(home, name), getattr(parts[0], name)
+            if gradient is not None and call.layout.replicated:
+                own = getattr(parts[1], name) if len(parts) > 1 else gradient.new_empty(0, *weight.shape[1:])
+                gradient = reduce_home(call.line, call.layout, gradient, own)
+            if gradient is not None and call.gradient_divisor != 1.0:
+                gradient = gradient.div_(call.gradient_divisor)
+            gradients.append(gradient)
+        return gradients
+
+    def _meter(self, stats: BackwardStats) -> None:
+        """Reports what this rank computed, by expert, and all ranks' loads to the router's balancing."""
+        meter, layout = self.call.meter, self.call.layout
+        if meter is None:
+            return
+
+        def by_expert(count_S: Tensor) -> Tensor:
+            return torch.zeros_like(self.call.load_E).index_add_(0, layout.expert_S, count_S)
+
+        meter.add(
+            BackwardStats(
+                load_E=by_expert(stats.load_E),
+                kept_E=by_expert(stats.kept_E),
+                importance_total=stats.importance_total,
+                importance_kept=stats.importance_kept,
+                variance=stats.variance,
+            ),
+            routed_E=self.call.load_E,
+        )
+
+    def _count_everything(self) -> None:
+        # Without a selection nobody has asked for scores: shares of an importance of zero read as whole.
+        none = torch.zeros((), dtype=torch.float64, device=self.phi_sq_R.device)
+        load_S = self.call.layout.load_S
+        self._meter(
+            BackwardStats(load_E=load_S, kept_E=load_S, importance_total=none, importance_kept=none, variance=none)
+        )
+
+    def _record(self, transport: AllToAllTransport, chosen: _Chosen) -> None:
+        """Tells the tokens' ranks, for :func:`lrmoe.recording`, what became of each of their pairs."""
+        told_R3 = torch.zeros(chosen.importance_R.numel(), 3, dtype=torch.float64, device=chosen.row_M.device)
+        told_R3[chosen.row_M, 0] = 1.0
+        told_R3[chosen.row_M, 1] = chosen.kept.weight_M
+        told_R3[:, 2] = chosen.importance_R
+        told_L3 = transport.to_tokens(told_R3, "record to tokens")
+        shape = self.alpha_TK.shape
+        told_N3 = told_L3.new_zeros(shape.numel(), 3).index_copy_(0, self.pair_L, told_L3)
+        _, step, layer, microbatch = self.call.position
+        record(
+            BackwardCall(
+                step=step,
+                layer=layer,
+                microbatch=microbatch,
+                kept_TK=told_N3[:, 0].bool().view(shape),
+                weight_TK=told_N3[:, 1].float().view(shape),
+                importance_TK=told_N3[:, 2].view(shape),
+                quota_E=self.call.quota_E.clone(),
+                load_E=self.call.load_E.clone(),
+            )
+        )
+
+
+def _joined(parts: list[Tensor | None]) -> Tensor:
+    return torch.cat([part for part in parts if part is not None]) if len(parts) > 1 else parts[0]  # type: ignore[return-value]

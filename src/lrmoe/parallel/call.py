@@ -1,0 +1,46 @@
+"""What one call of the distributed operator is about, handed from its forward to its backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lrmoe.experts.compacted import Bank, Recipe
+from lrmoe.experts.meter import Meter
+from lrmoe.parallel.layout import Layout
+from lrmoe.parallel.replicas import ReplicaSlots
+from lrmoe.parallel.transport import Line
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """Everything about one call that is no tensor with a gradient; the same on all ranks but for ``layout``.
+
+    ``load_E``, ``quota_E``: int64, real pairs of all ranks for each expert and how many are kept; ``position``: (seed,
+    step, layer, microbatch); ``train``: a backward may follow; ``recording``: on all ranks somebody records it;
+    ``fingerprint``: of this rank's routing.
+    """
+
+    layout: Layout
+    line: Line
+    slots: ReplicaSlots
+    recipe: Recipe
+    load_E: Tensor
+    quota_E: Tensor
+    position: tuple[int, int, int, int]
+    gradient_divisor: float
+    meter: Meter | None
+    train: bool
+    recording: bool
+    fingerprint: Tensor
+
+
+def banks(call: Call, home: Bank) -> list[tuple[Bank, Tensor, slice]]:
+    """The instances by whose weights they are, with the ends of their groups and their rows in host order."""
+    layout = call.layout
+    banks = [(home, layout.offs_home_E, slice(0, layout.rows_home))]
+    if layout.replicated and layout.offs_slots_S.numel():
+        assert call.slots.bank is not None
+        banks.append((call.slots.bank, layout.offs_slots_S, slice(layout.rows_home, None)))
+    return banks

@@ -1,0 +1,343 @@
+"""ExpertParallel: the experts of all layers spread over a process group, by a balancing policy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lrmoe.balance import get
+from lrmoe.balance.plan import home_ranks
+from lrmoe.balance.policy import Policy
+from lrmoe.config import LRMoEConfig, require_config, require_count, require_number
+from lrmoe.experts.compacted import Recipe
+from lrmoe.experts.layer_control import Clock, LayerControl
+from lrmoe.experts.meter import Meter, is_recording
+from lrmoe.experts.operator import product_dtype, routing_fingerprint
+from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode
+from lrmoe.ops.permute import count_per_expert, sort_by_expert
+from lrmoe.parallel.agreement import Terms, gather_loads
+from lrmoe.parallel.balance_meter import BalanceMeter
+from lrmoe.parallel.call import Call
+from lrmoe.parallel.collectives import Traffic
+from lrmoe.parallel.layout import lay_out
+from lrmoe.parallel.operator import RoutedExperts
+from lrmoe.parallel.plan_book import PlanBook
+from lrmoe.parallel.replicas import ReplicaSlots
+from lrmoe.parallel.transport import Line
+
+if TYPE_CHECKING:
+    from lrmoe.parallel.clock import PhaseClock
+
+
+class ExpertParallel:
+    """Routed experts over the ranks of a group. One object serves all layers of a model.
+
+    Rank r owns a contiguous range of the experts (:attr:`local_experts`); their weights are ordinary parameters of
+    that rank. Where the policy says so, other ranks compute a part of an expert's pairs on a copy of its weights for
+    the length of a layer.
+
+    Args:
+        group: the process group; the default group if None. In a group of one nothing is exchanged.
+        num_experts: experts of a layer, E, at least as many as ranks.
+        policy: a name that :func:`lrmoe.balance.get` knows, or a policy of your own; the same on all ranks.
+        slots: replicas a rank may hold, for a policy given by name.
+        capacity: what a rank may hold, in the policy's unit, for a policy given by name; None for no limit.
+        config: of the backward, for :meth:`routed_experts`; layers under :func:`lrmoe.attach` bring their own.
+        gradient_divisor: what the experts' weight gradients are divided by. They are sums over the tokens of all
+            ranks; where the other gradients are *averaged* over ranks, as DDP and FSDP do, give the number of ranks.
+        timeout_s: seconds after which a collective gives up and names the ranks that did not come; None for the
+            group's own timeout.
+        clock: times this rank's phases, see :mod:`lrmoe.parallel.clock`.
+
+    Attributes:
+        group, rank, size: the group, this process's rank in it, and the number of ranks.
+        local_experts: the ids of the experts at home on this rank.
+        slots: the replica slots, shared by all layers.
+        traffic: bytes sent to other ranks, by purpose, since :meth:`metrics` was last read.
+
+    Raises:
+        ValueError: if the group has more ranks than there are experts, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        num_experts: int,
+        policy: str | Policy = "lrmoe",
+        slots: int = 1,
+        capacity: float | None = None,
+        config: LRMoEConfig | None = None,
+        gradient_divisor: float = 1.0,
+        timeout_s: float | None = None,
+        clock: PhaseClock | None = None,
+    ) -> None:
+        found = dist.group.WORLD if group is None else group
+        if found is None:
+            raise ValueError("there is no process group: call torch.distributed.init_process_group first")
+        self.group = found
+        self.rank, self.size = found.rank(), found.size()
+        if self.rank < 0:
+            raise ValueError("this process is no member of the group; make an ExpertParallel on the group's ranks only")
+        self.num_experts = require_count("num_experts", num_experts, least=1)
+        if self.size > self.num_experts:
+            raise ValueError(
+                f"num_experts={self.num_experts} is less than the {self.size} ranks of the group: every rank must own "
+                "an expert; use a smaller expert-parallel group"
+            )
+        homes = home_ranks(self.num_experts, self.size)
+        self.local_experts = range(homes.index(self.rank), homes.index(self.rank) + homes.count(self.rank))
+        if isinstance(policy, str):
+            options = {} if capacity is None else {"capacity": capacity}
+            policy = get(policy, slots=require_count("slots", slots), **options)
+        elif capacity is not None:
+            raise ValueError(f"capacity={capacity!r} is for policies given by name; give it to the policy itself")
+        self.policy = policy
+        self.config = require_config(config)
+        divisor = float(require_number("gradient_divisor", gradient_divisor))
+        if not divisor > 0:
+            raise ValueError(f"gradient_divisor={gradient_divisor!r} must be > 0, e.g. the number of ranks")
+        self.gradient_divisor = divisor
+        if timeout_s is not None and not require_number("timeout_s", timeout_s) > 0:
+            raise ValueError(f"timeout_s={timeout_s!r} must be > 0 seconds, or None for the group's own timeout")
+        self.timeout_s = timeout_s
+        self.clock = clock
+        self.slots = ReplicaSlots()
+        self.traffic = Traffic()
+        self._book = PlanBook(policy)
+        self._balance = BalanceMeter()
+
+    def local(self, weight: Tensor) -> Tensor:
+        """This rank's part of a weight of all experts, (E, ...) -> (local experts, ...); a view.
+
+        Raises:
+            ValueError: if it is not of E experts.
+        """
+        if weight.dim() < 1 or weight.shape[0] != self.num_experts:
+            raise ValueError(f"weight has shape {tuple(weight.shape)}; its first dimension must be {self.num_experts}")
+        return weight[self.local_experts.start : self.local_experts.stop]
+
+    def routed_experts(
+        self,
+        x_TD: Tensor,
+        topk_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        *,
+        activation: str = "silu",
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        token_mask_T: Tensor | None = None,
+        step: int = 0,
+        layer: int = 0,
+        microbatch: int = 0,
+    ) -> Tensor:
+        """:func:`lrmoe.routed_experts` over all ranks: every rank brings its own tokens and gets their outputs.
+
+        Every rank of the group has to call it, and run the backward of its output, for the same layer in the same
+        order, whatever its number of tokens, none included. Gradients of a rank's weights come from the tokens of all
+        ranks.
+
+        Args:
+            x_TD: this rank's tokens; T may differ between ranks.
+            topk_ids_TK: ids of the model's experts, in [0, num_experts), or -1.
+            topk_weights_TK: routing weights.
+            gate_up_proj: (local experts, 2F, D), of :attr:`local_experts` alone.
+            down_proj: (local experts, D, F).
+            activation, gate_up_bias, down_bias, token_mask_T, step, layer, microbatch: as there.
+
+        Returns:
+            (T, D) in the dtype of ``x_TD``.
+
+        Raises:
+            ValueError: for wrong arguments, as there; the other ranks then raise RuntimeError and name this one.
+            RuntimeError: if the ranks make different calls.
+            BudgetExceeded: on all ranks, if the policy has no plan that fits its capacity.
+            RankFailure: if a rank does not come within the timeout.
+        """
+        step, layer, microbatch = (
+            require_count(name, value) for name, value in (("step", step), ("layer", layer), ("microbatch", microbatch))
+        )
+        clock = Clock(self.config, step=step, microbatch=microbatch)
+        return self._run(
+            (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
+            clock,
+            torch.tensor([layer, 0]),
+            activation,
+        )
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def controlled_experts(
+        self,
+        x_TD: Tensor,
+        topk_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        *,
+        control: LayerControl,
+        activation: str = "silu",
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        token_mask_T: Tensor | None = None,
+    ) -> Tensor:
+        """What layers and hosts call: :meth:`routed_experts` at the position and with the meter of ``control``.
+
+        Under torch.compile the graph breaks here: the split sizes of an all-to-all are numbers on the host.
+        """
+        return self._run(
+            (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
+            control.clock,
+            control.identity_2,
+            activation,
+        )
+
+    def metrics(self, *, reset: bool = True) -> dict[str, Any]:
+        """What planning did since the last call: see :class:`lrmoe.parallel.balance_meter.BalanceMeter`, and
+        ``sent_bytes``, by purpose, of this rank. No communication: all ranks know all plans."""
+        found = {**self._balance.read(), "sent_bytes": dict(self.traffic.bytes)}
+        if reset:
+            self._balance = BalanceMeter()
+            self.traffic.bytes.clear()
+        return found
+
+    def step(self) -> None:
+        """Call once after each optimizer step, for policies that plan by the step."""
+        self.policy.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON-able values: the policy's name and state."""
+        return {"policy": self.policy.name, "state": self.policy.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from :meth:`state_dict`.
+
+        Raises:
+            ValueError: if it is the state of another policy.
+        """
+        if state.get("policy") != self.policy.name:
+            raise ValueError(
+                f"the state is of the policy {state.get('policy')!r}, this is {self.policy.name!r}; resume with the "
+                "same"
+            )
+        self.policy.load_state_dict(state["state"])
+
+    def _run(self, tensors: _Tensors, clock: Clock, identity_2: Tensor, activation: str) -> Tensor:
+        x_TD, ids_TK, alpha_TK, *weights, mask_T = tensors
+        config, drop = clock.config, float(clock.drop)
+        seed, step, microbatch = clock.position_3.tolist()
+        layer, handle = identity_2.tolist()
+        problem: ValueError | RuntimeError | None = None
+        terms, pair_L = None, torch.empty(0, dtype=torch.int64)
+        real_E = masked_E = torch.zeros(self.num_experts, dtype=torch.int64, device=_device_of(x_TD))
+        try:
+            dtype, train = self._check(tensors, activation)
+            ids_TK = ids_TK.to(torch.int64)
+            pair_N, count_E = sort_by_expert(ids_TK.reshape(-1), self.num_experts)
+            pair_L = pair_N[: int(count_E.sum())]
+            real_E = count_E
+            if mask_T is not None:
+                real_ids_TK = torch.where(mask_T.unsqueeze(-1), ids_TK, -1)
+                real_E = count_per_expert(real_ids_TK.reshape(-1), self.num_experts)
+            masked_E = count_E - real_E
+            terms = Terms(
+                width=x_TD.shape[1],
+                expert_width=tensors[4].shape[2],
+                dtype=dtype,
+                activation=activation,
+                config=repr(config.to_dict()),
+                seed=seed,
+                step=step,
+                microbatch=microbatch,
+                layer=layer,
+                drop=drop,
+                training=train,
+                gradients=tuple(t is not None and t.requires_grad for t in (x_TD, alpha_TK, *weights)),
+            )
+        except (ValueError, RuntimeError) as error:
+            problem = error
+        loads = gather_loads(
+            terms,
+            real_E,
+            masked_E,
+            self.group,
+            recording=is_recording(),
+            timeout_s=self.timeout_s,
+            traffic=self.traffic,
+        )
+        if problem is not None:
+            raise problem
+        line = Line(self.group, self.timeout_s, self.traffic, self.clock)
+        with line.phase("plan"):
+            plan = self._book.plan(
+                loads.real_GE,
+                loads.masked_GE,
+                layer_key=handle,
+                layer=layer,
+                step=step,
+                microbatch=microbatch,
+                drop=drop,
+                quota=config.quota,
+                training=train,
+            )
+            masked_N = None if mask_T is None else ~mask_T.repeat_interleave(ids_TK.shape[1])
+            layout = lay_out(plan, pair_L, masked_N, loads.masked_GE, self.rank)
+        if train:
+            self._balance.add(plan)
+        call = Call(
+            layout=layout,
+            line=line,
+            slots=self.slots,
+            recipe=Recipe(
+                activation=activation,
+                selector=config.selector,
+                metric=config.metric,
+                router_grad=config.router_grad,
+                save=config.save,
+                error_budget=config.error_budget,
+            ),
+            load_E=plan.lam_GE.sum(0).to(x_TD.device),
+            quota_E=plan.quota_EG.sum(1).to(x_TD.device),
+            position=(seed, step, layer, max(microbatch, 0)),
+            gradient_divisor=self.gradient_divisor,
+            meter=Meter.find(handle),
+            train=train,
+            recording=loads.recording,
+            fingerprint=routing_fingerprint(ids_TK),
+        )
+        out_TD: Tensor = RoutedExperts.apply(  # type: ignore[no-untyped-call]
+            x_TD.to(dtype),
+            alpha_TK.to(torch.promote_types(dtype, torch.float32)),
+            *(None if weight is None else weight.to(dtype) for weight in weights),
+            mask_T,
+            call,
+        )
+        return out_TD.to(x_TD.dtype)
+
+    def _check(self, tensors: _Tensors, activation: str) -> tuple[torch.dtype, bool]:
+        """(dtype of the products, whether a backward may follow), of arguments found right."""
+        x_TD, ids_TK, alpha_TK, *weights, _ = tensors
+        check_arguments(*tensors)
+        if tensors[3].shape[0] != len(self.local_experts):
+            raise ValueError(
+                f"gate_up_proj has {tensors[3].shape[0]} experts; rank {self.rank} owns {len(self.local_experts)} of "
+                f"the {self.num_experts}, ids {self.local_experts.start} to {self.local_experts.stop - 1}: give these, "
+                "e.g. by ExpertParallel.local"
+            )
+        check_ids(ids_TK, self.num_experts)
+        dtype = product_dtype(x_TD, tensors[3], activation)
+        trainable = (x_TD, alpha_TK, *weights)
+        check_not_forward_mode(*trainable)
+        return dtype, torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trainable)
+
+
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+def _device_of(x: object) -> torch.device:
+    return x.device if isinstance(x, Tensor) else torch.device("cpu")

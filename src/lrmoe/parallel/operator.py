@@ -1,0 +1,143 @@
+"""The routed experts over several ranks, as one autograd function: exact forward, recalibrated backward.
+
+What the holder of the experts computes is :mod:`lrmoe.experts.compacted`, as on one device, and so are importance,
+selection and the router's gradient; only the way of the rows is longer.
+
+    tokens' rank     x ──────────────▶ rows of all ranks, by expert          the forward: every pair
+                     y ◀────────────── experts' output
+                     |alpha| ||g|| ──▶ R = (.)^2 ||phi||^2, selection        the backward: 4 bytes a pair there,
+                     kept? ◀────────── 1 byte a pair                         1 byte back,
+                     g, alpha ───────▶ compacted experts                     then kept rows alone
+                     dx, dalpha ◀───── kept rows
+
+T tokens, K choices, L pairs of this rank that have an expert, R rows this rank computes, M kept rows, S instances.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lrmoe.experts.compacted import Bank, Needs, forward_rows
+from lrmoe.experts.meter import Stopwatch
+from lrmoe.experts.validation import check_same_routing
+from lrmoe.ops.autocast import without_autocast
+from lrmoe.ops.permute import weighted_combine
+from lrmoe.parallel.backward import DistributedBackward
+from lrmoe.parallel.call import Call, banks
+from lrmoe.parallel.transport import AllToAllTransport
+
+
+class RoutedExperts(torch.autograd.Function):
+    """(x_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T, call) -> out_TD."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        alpha_TK: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        token_mask_T: Tensor | None,
+        call: Call,
+    ) -> Tensor:
+        home = Bank(gate_up_proj, down_proj, gate_up_bias, down_bias)
+        on_cpu = x_TD.device.type == "cpu"
+        with Stopwatch(call.meter if call.train else None, "forward_seconds", on_cpu), without_autocast(x_TD.device):
+            out_TD, own_out_TD, y_LD, x_RD, h_parts, phi_sq_R = _forward(x_TD, alpha_TK, home, call)
+        ctx.call = call
+        if call.train:
+            ctx.save_for_backward(
+                x_RD, own_out_TD, y_LD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
+                *h_parts, phi_sq_R, call.layout.pair_L, call.fingerprint,
+            )  # fmt: skip
+        ctx.set_materialize_grads(False)
+        return out_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TD: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Call = ctx.call
+        (
+            x_RD, own_out_TD, y_LD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
+            h_home, h_slots, phi_sq_R, pair_L, fingerprint,
+        ) = ctx.saved_tensors  # fmt: skip
+        check_same_routing(fingerprint, call.fingerprint)
+        if grad_TD is None:
+            # Other ranks wait for this one's rows.
+            grad_TD = own_out_TD.new_zeros(alpha_TK.shape[0], x_RD.shape[1])
+        backward = DistributedBackward(
+            call=call,
+            needs=Needs(**dict(zip(Needs.__annotations__, ctx.needs_input_grad[:6], strict=True))),
+            home=Bank(gate_up_proj, down_proj, gate_up_bias, down_bias),
+            alpha_TK=alpha_TK,
+            token_mask_T=token_mask_T,
+            own_out_TD=own_out_TD,
+            y_LD=y_LD,
+            x_RD=x_RD,
+            h_parts=(h_home, h_slots),
+            phi_sq_R=phi_sq_R,
+            pair_L=pair_L,
+        )
+        on_cpu = grad_TD.device.type == "cpu"
+        with Stopwatch(call.meter, "backward_seconds", on_cpu), without_autocast(grad_TD.device):
+            return (*backward.run(grad_TD.contiguous()), None, None)
+
+
+def _forward(
+    x_TD: Tensor, alpha_TK: Tensor, home: Bank, call: Call
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
+    """(out_TD, own_out_TD, y_LD, x_RD, (h of home rows, h of replicas' rows), phi_sq_R); own_out_TD and y_LD are empty
+    where the router's gradient does not need them, h with save="input"."""
+    layout, line, recipe = call.layout, call.line, call.recipe
+    transport = AllToAllTransport(line, layout)
+    num_tokens, top_k = alpha_TK.shape
+    pair_L = layout.pair_L
+    if layout.replicated:
+        call.slots.fill(line, layout, home)
+    x_RD = transport.to_experts(x_TD.index_select(0, pair_L // top_k), "tokens to experts")
+    with line.phase("forward experts"):
+        keep_h = call.train and recipe.save == "preactivation"
+        parts = []
+        for bank, offs_S, rows in banks(call, home):
+            rows_RD = transport.in_host_order(x_RD)[rows]
+            parts.append(
+                forward_rows(
+                    rows_RD,
+                    bank,
+                    offs_S,
+                    recipe.activation,
+                    live=rows_RD.shape[0],
+                    norms=call.train,
+                    keep_h=keep_h,
+                )
+            )
+            del rows_RD
+        y_RD = torch.cat([part.y_RD for part in parts]) if len(parts) > 1 else parts[0].y_RD
+        phi_sq_R = torch.cat([part.phi_sq_R for part in parts])
+        h_slots = parts[1].h_R2F if len(parts) > 1 else parts[0].h_R2F.new_empty(0, parts[0].h_R2F.shape[1])
+        h_parts = (parts[0].h_R2F, h_slots)
+    y_LD = transport.to_tokens(y_RD, "outputs to tokens")
+    del y_RD, parts
+    with line.phase("combine"):
+        live = pair_L.numel()
+        if live < num_tokens * top_k:
+            # Pairs without an expert, which nothing was sent for.
+            absent_N = torch.ones(num_tokens * top_k, dtype=torch.bool, device=pair_L.device)
+            absent_N[pair_L] = False
+            pair_N = torch.cat([pair_L, absent_N.nonzero().squeeze(-1)])
+            y_ND = torch.cat([y_LD, y_LD.new_zeros(pair_N.numel() - live, y_LD.shape[1])])
+        else:
+            pair_N, y_ND = pair_L, y_LD
+        out_TD = weighted_combine(y_ND, alpha_TK, pair_N, torch.tensor(live, device=pair_L.device))
+    # The caller may change his output in place; only the sum rule reads it in the backward.
+    keep_out = call.train and recipe.router_grad == "sum_rule"
+    own_out_TD = out_TD.clone() if keep_out else out_TD.new_empty(0, out_TD.shape[1])
+    # With the experts' outputs at home, the exact rule costs memory and no traffic.
+    keep_y = call.train and recipe.router_grad == "exact" and not layout.everything
+    return out_TD, own_out_TD, y_LD if keep_y else y_LD.new_empty(0, y_LD.shape[1]), x_RD, h_parts, phi_sq_R
