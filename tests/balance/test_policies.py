@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from balance.problem import M1, loads
 
 from lrmoe.balance import BudgetExceeded, get
-
-M1 = [400, 100, 100, 100, 50, 50, 100, 100]
-
-
-def loads(values: list[int], ranks: int = 4) -> torch.Tensor:
-    """(ranks, E) with the given loads, shared out over the sources as evenly as it goes."""
-    return torch.tensor([[(value + s) // ranks for value in values] for s in range(ranks)])
 
 
 def test_an_unknown_policy_or_option_is_named_with_the_known_ones() -> None:
@@ -63,7 +57,7 @@ def test_fixed_ownership_leaves_every_row_at_home() -> None:
 
 def test_fixed_ownership_says_what_does_not_fit() -> None:
     policy = get("fixed", capacity=250)
-    with pytest.raises(BudgetExceeded, match="rank 0 has 500 rows, the capacity is 250; a capacity of 500") as caught:
+    with pytest.raises(BudgetExceeded, match="rank 0 needs 500 rows, the capacity is 250; a capacity of 500") as caught:
         policy.plan(loads(M1))
     assert (caught.value.demand, caught.value.capacity, caught.value.rank) == (500, 250, 0)
     assert get("fixed", capacity=caught.value.would_fit).plan(loads(M1)).num_replicas == 0

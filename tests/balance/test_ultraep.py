@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from balance.test_policies import M1, loads
+from balance.problem import LOADS, M1, exports_of, loads, scattered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lrmoe.balance import BudgetExceeded, Plan, get
+from lrmoe.balance import BudgetExceeded, get
 from lrmoe.balance.plan import home_ranks
 from lrmoe.balance.ultraep import HomeLoads, UltraEP, probe
 
@@ -21,10 +21,6 @@ def exact(slots: int = 1, floor: int = 1) -> UltraEP:
     policy = get("ultraep", slots=slots, floor=floor, fast_path=False)
     assert isinstance(policy, UltraEP)
     return policy
-
-
-def exports_of(plan: Plan) -> list[tuple[int, int, int]]:
-    return [(e, r, int(plan.rows_EG[e, r])) for e, ranks in enumerate(plan.hosts) for r in ranks[1:]]
 
 
 def test_u1_reaches_the_mean() -> None:
@@ -76,8 +72,16 @@ def test_the_search_follows_where_the_fast_path_fails() -> None:
     assert exports_of(policy.plan(load)) == [(0, 1, 149), (1, 1, 149)]
 
 
+def test_a_floor_can_hide_the_least_threshold_from_the_search() -> None:
+    # At 20 rows a rank one replica takes 20; at 21 it would take 19, below the floor, and so up to 40.
+    home = HomeLoads.of(loads([0, 40], ranks=2))
+    assert probe(home, 20, slots=1, floor=20) == [(1, 0, 20)]
+    assert probe(home, 21, slots=1, floor=20) is None
+    assert exact(floor=20).least_exports(home) == []
+
+
 def test_capacity_below_the_mean_does_not_fit() -> None:
-    with pytest.raises(BudgetExceeded, match=r"'ultraep' does not fit: rank \d has 250 rows, the capacity is 200"):
+    with pytest.raises(BudgetExceeded, match=r"'ultraep' does not fit: rank \d needs 250 rows, the capacity is 200"):
         get("ultraep", slots=1, floor=1, capacity=200).plan(loads(M1))
     # At the mean only the search fits, the fast path aims above it.
     assert get("ultraep", slots=1, floor=1, capacity=250).plan(loads(M1)).rows_EG.sum(0).max() == 250
@@ -137,9 +141,6 @@ def plain_probe(load: list[int], ranks: int, threshold: int, slots: int, floor: 
     return exports
 
 
-LOADS = st.lists(st.one_of(st.integers(0, 4), st.integers(0, 300)), min_size=1, max_size=12)
-
-
 @settings(max_examples=300, deadline=None)
 @given(LOADS, st.integers(1, 6), st.integers(0, 3), st.sampled_from([None, 1, 20]))
 def test_probe_and_search_follow_the_plain_rules(load: list[int], ranks: int, slots: int, floor: int | None) -> None:
@@ -150,7 +151,7 @@ def test_probe_and_search_follow_the_plain_rules(load: list[int], ranks: int, sl
         wanted = plain_probe(load, ranks, threshold, slots, floor)
         assert probe(home, threshold, slots=slots, floor=floor) == wanted
         feasible.append((threshold, wanted))
-    if floor is not None and home.most < 60:
+    if floor == 1 and home.most < 60:
         # Exhaustively the least threshold, where bisection only tries a few.
         least = next(exports for _, exports in feasible if exports is not None)
         assert exact(slots, floor).least_exports(home) == least
@@ -160,9 +161,7 @@ def test_probe_and_search_follow_the_plain_rules(load: list[int], ranks: int, sl
 @given(LOADS, st.integers(1, 6), st.integers(0, 3), st.booleans(), st.sampled_from([0.0, 0.3]), st.randoms())
 def test_any_loads(load: list[int], ranks: int, slots: int, fast: bool, drop: float, random: object) -> None:
     ranks = min(ranks, len(load))
-    lam_GE = torch.zeros(ranks, len(load), dtype=torch.int64)
-    for expert, rows in enumerate(load):
-        lam_GE[random.randrange(ranks), expert] += rows  # type: ignore[attr-defined]
+    lam_GE = scattered(load, ranks, random)
     policy = get("ultraep", slots=slots, floor=1, fast_path=fast)
     plan = policy.plan(lam_GE, drop=drop).validate(slots=slots)
     assert torch.equal(plan.alloc.sum(0), plan.rows_EG)

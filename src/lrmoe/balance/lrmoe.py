@@ -6,6 +6,7 @@ backward rows first does change it, and what is left needs fewer replicas.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -122,22 +123,26 @@ class LRMoE(ExactPolicy):
             min(quota, max(math.ceil(self.min_keep * load), 1))
             for load, quota in zip(home.load_E, home.quota_E, strict=True)
         ]
-        while True:
+        for attempt in itertools.count():
             if home.most <= capacity:
                 return home, found_of(home, [])
             found = fewest(home, capacity, self.slots)
             if found is not None:
                 return home, found
             short = closest(home, capacity, self.slots)
-            quota_E = self._shrunk(home, short, floor_E, capacity)
+            # With few rows missing, one less may turn the rounding of another: from the fifth time on more and more.
+            quota_E = self._shrunk(home, short, floor_E, capacity, more=2 ** max(attempt - 3, 0) - 1)
             if quota_E is None:
                 mend = f"Every expert that could help is down to its least (min_keep={self.min_keep:g}): lower it, "
                 floored = self._placement(list(home.load_E), floor_E, len(home.demand_G))
                 raise self._exceeded(floored, capacity, least_level(floored, self.slots), mend)
             home = self._placement(list(home.load_E), quota_E, len(home.demand_G))
+        raise AssertionError("unreachable: the count has no end")
 
-    def _shrunk(self, home: Placement, short: Found, floor_E: list[int], capacity: float) -> list[int] | None:
-        """Quotas lower by what ``short`` leaves above the capacity; None if none can be lowered.
+    def _shrunk(
+        self, home: Placement, short: Found, floor_E: list[int], capacity: float, more: int
+    ) -> list[int] | None:
+        """Quotas lower by what ``short`` leaves above the capacity, and ``more`` rows a rank; None if none can be.
 
         First those of the overfull ranks' experts; where these are all down to their floor, everybody's, which makes
         room for more exports. In proportion to what each expert can give.
@@ -148,19 +153,11 @@ class LRMoE(ExactPolicy):
         missing = 0
         for rank, demand in enumerate(short.demand_G):
             if demand > capacity:
-                missing += self._take(quota_E, floor_E, home.experts_G[rank], demand - capacity)
+                rows = math.ceil((demand - capacity) / self.backward_cost) + more
+                missing += _take(quota_E, floor_E, home.experts_G[rank], rows)
         if quota_E == home.quota_E:
-            self._take(quota_E, floor_E, range(len(quota_E)), missing * self.backward_cost)
+            _take(quota_E, floor_E, range(len(quota_E)), missing)
         return None if quota_E == home.quota_E else quota_E
-
-    def _take(self, quota_E: list[int], floor_E: list[int], experts: list[int] | range, excess: float) -> int:
-        """Lowers quotas in place by ``excess`` in demand, and returns how many rows are still missing."""
-        rows = math.ceil(excess / self.backward_cost)
-        room = [quota_E[e] - floor_E[e] for e in experts]
-        given = min(rows, sum(room))
-        for expert, part in zip(experts, proportional(room, given), strict=True):
-            quota_E[expert] -= part
-        return rows - given
 
     def _ultraep(self, home: Placement, lam_GE: Tensor, level: float) -> list[Found]:
         """UltraEP's plan, and its probe at this level: what an exact plan must not be worse than."""
@@ -182,7 +179,7 @@ class LRMoE(ExactPolicy):
             rank=short.demand_G.index(short.most),
             would_fit=would_fit,
             mend=mend + "or allow a larger capacity or more slots.",
-            unit="in demand",
+            unit=f" (at {self.forward_cost:g} a row and {self.backward_cost:g} a kept row)",
         )
 
 
@@ -198,6 +195,15 @@ def _finish(lam_GE: Tensor, home: Placement, found: Found, extra: int) -> Plan:
         quota_EG[expert, rank] += kept
         quota_EG[expert, home.homes[expert]] -= kept
     return Plan(hosts, rows_EG, quota_EG, lam_GE, extra)
+
+
+def _take(quota_E: list[int], floor_E: list[int], experts: list[int] | range, rows: int) -> int:
+    """Lowers the quotas of ``experts`` in place by ``rows``, and returns how many rows are still missing."""
+    room = [quota_E[e] - floor_E[e] for e in experts]
+    given = min(rows, sum(room))
+    for expert, part in zip(experts, proportional(room, given), strict=True):
+        quota_E[expert] -= part
+    return rows - given
 
 
 def _require(field: str, value: object, least: float, most: float) -> float:

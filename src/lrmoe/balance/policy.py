@@ -93,10 +93,18 @@ class BudgetExceeded(ValueError):
     """
 
     def __init__(
-        self, policy: str, *, demand: float, capacity: float, rank: int, would_fit: float, mend: str, unit: str = "rows"
+        self,
+        policy: str,
+        *,
+        demand: float,
+        capacity: float,
+        rank: int,
+        would_fit: float,
+        mend: str,
+        unit: str = " rows",
     ) -> None:
         super().__init__(
-            f"policy {policy!r} does not fit: rank {rank} has {demand:,.10g} {unit}, the capacity is "
+            f"policy {policy!r} does not fit: rank {rank} needs {demand:,.10g}{unit}, the capacity is "
             f"{capacity:,.10g}; a capacity of {would_fit:,.10g} would fit. {mend}"
         )
         self.demand, self.capacity, self.rank, self.would_fit = demand, capacity, rank, would_fit

@@ -196,18 +196,26 @@ def closest(placement: Placement, level: float, slots: int) -> Found:
 
 
 def least_level(placement: Placement, slots: int) -> float:
-    """The least level that the passes reach, to the cost of one row."""
-    low, high = placement.mean, placement.most
-    step = max(placement.cost(1, 1), high * 1e-9)
-    while high - low > step:
-        middle = (low + high) / 2
-        reached = None
+    """The least level that the passes reach, to half the cost of one row; :func:`fewest` finds a plan at it."""
+
+    def reached(level: float) -> float | None:
         for best_fit, largest_first in _PASSES[:3]:
-            reached = export(placement, middle, slots=slots, best_fit=best_fit, largest_first=largest_first)
-            if reached is not None:
-                break
-        if reached is None:
-            low = middle
+            found = export(placement, level, slots=slots, best_fit=best_fit, largest_first=largest_first)
+            if found is not None:
+                # Mostly the same pass gets as low with no room to spare; not always, as it is a greedy one.
+                lower = export(placement, found.most, slots=slots, best_fit=best_fit, largest_first=largest_first)
+                return level if lower is None else found.most
+        return None
+
+    low, high, level = placement.mean, placement.most, placement.mean
+    step = max(placement.cost(1, 1) / 2, high * 1e-9)
+    while high > low:
+        found = reached(level)
+        if found is None:
+            low = level
         else:
-            high = reached.most
+            high = min(high, found)
+        if high - low <= step:
+            break
+        level = (low + high) / 2
     return high

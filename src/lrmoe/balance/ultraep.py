@@ -94,9 +94,11 @@ class UltraEP(ExactPolicy):
         return None
 
     def least_exports(self, home: HomeLoads) -> Exports:
-        """What to export at the least threshold that is possible with the fixed floor.
+        """What to export at the least threshold that bisection finds possible with the fixed floor.
 
-        At the largest load nothing has to move, so there always is one.
+        At the largest load nothing has to move, so there always is one. With a floor of 1 what is possible at a
+        threshold is so at higher ones; a larger floor can forbid at a higher one the smaller exports that it needs,
+        and bisection then stops above the least.
         """
         low, high = home.mean, max(home.most, home.mean)
         found: Exports = []
