@@ -1,0 +1,200 @@
+"""The norm of the whole model's gradient where every rank holds other experts: each expert counted once, the rest once.
+
+A parameter is one of three things. A plain tensor that is the same on all ranks counts once. An expert (see
+:func:`~lrmoe.parallel.expert_parameters.mark_experts`) counts on the rank that holds it, and the ranks of the
+expert-parallel group add up. A DTensor counts by its own mesh: its shards add up, copies count once; if it is marked as
+well, the expert-parallel group adds up what the mesh did not. Replicas of experts are no parameters and have no part in
+this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lrmoe.parallel.collectives import all_gather_counts
+from lrmoe.parallel.expert_parameters import is_expert
+
+_WHAT = "gradient norm"
+
+
+def total_norm(
+    parameters: nn.Module | Iterable[Tensor],
+    *,
+    group: dist.ProcessGroup | None = None,
+    experts: Iterable[Tensor] | None = None,
+    error_if_nonfinite: bool = False,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """Euclidean norm of the gradients of all parameters of all ranks, the same on every rank bit for bit.
+
+    Every rank of the group calls this with the same parameters in the same order, after the gradients were averaged. A
+    parameter without a gradient counts as zero. Norms of single tensors are taken in fp32 (fp64 for fp64), and added in
+    fp64, in the order of the parameters and then of the ranks.
+
+    Args:
+        parameters: a module, or parameters.
+        group: the expert-parallel group; the default group if None. Without torch.distributed there is one rank.
+        experts: which parameters are experts, in place of the marked ones.
+        error_if_nonfinite: raise if the norm is infinite or NaN.
+        timeout_s: seconds to wait for other ranks; the group's own timeout if None.
+
+    Returns:
+        fp32 scalar, fp64 if all parameters are.
+
+    Raises:
+        ValueError: if a tensor of ``experts`` is none of the parameters, or a gradient that all ranks should share
+            differs between them.
+        RuntimeError: if ``error_if_nonfinite`` and the norm is not finite, on all ranks alike.
+        RankFailure: if a rank is lost or too late.
+    """
+    items = _list(parameters)
+    group = _group(group)
+    squares = _squares(items, _is_expert(items, experts), group, timeout_s)
+    device = squares.shared.device
+    both = torch.stack([squares.shared, squares.experts])
+    if group is not None:
+        # Bits, because counts travel as they are and NaN is equal to itself that way.
+        table = all_gather_counts(both.view(torch.int64), group, what=_WHAT, timeout_s=timeout_s)
+        if bool((table[:, 0] != table[0, 0]).any()):
+            norms = ", ".join(f"{math.sqrt(value):.9g}" for value in table[:, 0].clone().view(torch.float64).tolist())
+            raise ValueError(
+                "the gradients of the parameters that all ranks share differ between the ranks (norms "
+                f"{norms} on ranks {dist.get_process_group_ranks(group)}): average them first, e.g. with "
+                "DistributedDataParallel, or mark the parameters that are experts with lrmoe.parallel.mark_experts"
+            )
+        total = table[0, 0].view(torch.float64)
+        for rank in range(len(table)):
+            total = total + table[rank, 1].view(torch.float64)
+    else:
+        total = both.sum()
+    norm = total.sqrt().to(torch.float64 if all(p.dtype == torch.float64 for p in items) and items else torch.float32)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the norm of the gradients is {norm.item()}, so they cannot be clipped; look for the first loss that is "
+            "not finite, or pass error_if_nonfinite=False"
+        )
+    return norm.to(device)
+
+
+def clip_grad_norm_(
+    parameters: nn.Module | Iterable[Tensor],
+    max_norm: float,
+    *,
+    group: dist.ProcessGroup | None = None,
+    experts: Iterable[Tensor] | None = None,
+    error_if_nonfinite: bool = False,
+    timeout_s: float | None = None,
+) -> Tensor:
+    """Scales all gradients by ``max_norm / (norm + 1e-6)`` where that is below 1, as ``torch.nn.utils.clip_grad_norm_``
+    does, with the norm of :func:`total_norm`: by the same factor on all ranks.
+
+    Args:
+        max_norm: the largest norm that is left as it is.
+
+    Returns:
+        the norm before.
+
+    Raises:
+        ValueError, RuntimeError, RankFailure: as :func:`total_norm`; the gradients are then untouched.
+    """
+    items = _list(parameters)
+    norm = total_norm(items, group=group, experts=experts, error_if_nonfinite=error_if_nonfinite, timeout_s=timeout_s)
+    with torch.no_grad():
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        for parameter in items:
+            if parameter.grad is not None:
+                _local(parameter.grad).mul_(factor.to(parameter.grad.device))
+    return norm
+
+
+@dataclass
+class _Squares:
+    """Sums of squares, fp64: of what all ranks of the group share, and of what each of them holds alone."""
+
+    shared: Tensor
+    experts: Tensor
+
+
+def _squares(
+    items: list[Tensor], is_local: list[bool], group: dist.ProcessGroup | None, timeout_s: float | None
+) -> _Squares:
+    device = items[0].device if items else torch.device("cpu")
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    result = _Squares(zero, zero)
+    ranks = set() if group is None else set(dist.get_process_group_ranks(group))
+    # One reduction a mesh, for all its tensors. Whether a parameter has a gradient here decides nothing about that.
+    by_mesh: dict[tuple[tuple[dist.ProcessGroup, ...], bool], Tensor] = {}
+    for parameter, local in zip(items, is_local, strict=True):
+        meshes = _sharding_groups(parameter)
+        covered = any(ranks <= set(dist.get_process_group_ranks(mesh)) for mesh in meshes)
+        key = (meshes, local and not (covered and len(ranks) > 1))
+        by_mesh[key] = by_mesh.get(key, zero) + _square(parameter).to(device)
+    for (meshes, local), square in by_mesh.items():
+        for mesh in meshes:
+            parts = all_gather_counts(square.view(1).view(torch.int64), mesh, what=_WHAT, timeout_s=timeout_s)
+            square = zero
+            for part in parts.view(torch.float64):
+                square = square + part[0]
+        if local:
+            result.experts = result.experts + square
+        else:
+            result.shared = result.shared + square
+    return result
+
+
+def _square(parameter: Tensor) -> Tensor:
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.zeros((), dtype=torch.float64)
+    local = _local(gradient, like=parameter).detach()
+    dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
+    square: Tensor = torch.linalg.vector_norm(local, dtype=dtype).double().square()
+    return square
+
+
+def _sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which the parts of a DTensor are spread; none for a tensor that is whole."""
+    placements = getattr(parameter, "placements", None)
+    if placements is None:
+        return ()
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def _local(gradient: Tensor, like: Tensor | None = None) -> Tensor:
+    """This rank's part of a gradient, sharded as its parameter is."""
+    if getattr(gradient, "placements", None) is None:
+        return gradient
+    wanted = getattr(like, "placements", None)
+    if wanted is not None and gradient.placements != wanted:  # type: ignore[attr-defined]
+        gradient = gradient.redistribute(placements=wanted)  # type: ignore[attr-defined]
+    local: Tensor = gradient.to_local()  # type: ignore[attr-defined]
+    return local
+
+
+def _list(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    return list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
+
+
+def _is_expert(items: list[Tensor], experts: Iterable[Tensor] | None) -> list[bool]:
+    if experts is None:
+        return [is_expert(parameter) for parameter in items]
+    chosen = {id(parameter) for parameter in experts}
+    strangers = len(chosen - {id(parameter) for parameter in items})
+    if strangers:
+        raise ValueError(f"{strangers} of the tensors in experts are none of the parameters; give the parameters")
+    return [id(parameter) in chosen for parameter in items]
+
+
+def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    if group is not None:
+        return group
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
