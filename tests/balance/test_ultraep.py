@@ -146,15 +146,14 @@ def plain_probe(load: list[int], ranks: int, threshold: int, slots: int, floor: 
 def test_probe_and_search_follow_the_plain_rules(load: list[int], ranks: int, slots: int, floor: int | None) -> None:
     ranks = min(ranks, len(load))
     home = HomeLoads.of(loads(load, ranks))
-    feasible = []
+    wanted = {}
     for threshold in range(home.mean, max(home.most, home.mean) + 1, 1 if home.most < 60 else 13):
-        wanted = plain_probe(load, ranks, threshold, slots, floor)
-        assert probe(home, threshold, slots=slots, floor=floor) == wanted
-        feasible.append((threshold, wanted))
-    if floor == 1 and home.most < 60:
-        # Exhaustively the least threshold, where bisection only tries a few.
-        least = next(exports for _, exports in feasible if exports is not None)
-        assert exact(slots, floor).least_exports(home) == least
+        wanted[threshold] = plain_probe(load, ranks, threshold, slots, floor)
+        assert probe(home, threshold, slots=slots, floor=floor) == wanted[threshold]
+    if floor is not None and home.most < 60:
+        # Bisection ends at a threshold that works below which the next one does not.
+        found = exact(slots, floor).least_exports(home)
+        assert any(exports == found and wanted.get(t - 1) is None for t, exports in wanted.items())
 
 
 @settings(max_examples=200, deadline=None)

@@ -96,9 +96,9 @@ class UltraEP(ExactPolicy):
     def least_exports(self, home: HomeLoads) -> Exports:
         """What to export at the least threshold that bisection finds possible with the fixed floor.
 
-        At the largest load nothing has to move, so there always is one. With a floor of 1 what is possible at a
-        threshold is so at higher ones; a larger floor can forbid at a higher one the smaller exports that it needs,
-        and bisection then stops above the least.
+        At the largest load nothing has to move, so there always is one. What is possible at a threshold need not be so
+        at a higher one: exports then are smaller and may fall below the floor (or, rarely, fall on other ranks).
+        Bisection may then stop above the least.
         """
         low, high = home.mean, max(home.most, home.mean)
         found: Exports = []
