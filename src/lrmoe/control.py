@@ -15,6 +15,7 @@ from torch import nn
 
 from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.experts.layer_control import Clock, LayerControl
+from lrmoe.experts.meter import shares
 from lrmoe.layer import MoE
 from lrmoe.recalibration.schedule import drop_at
 
@@ -186,9 +187,17 @@ class Recalibrator:
         (sums), and ``layers``: for each name what :meth:`Meter.read` gives. Also ``step``, the optimizer steps done,
         and ``drop``, as scheduled for the last of them.
 
-        Synchronises with the device once; call it when you log. Layers that ran no backward are left out.
+        Synchronises with the device once; call it when you log. Layers that ran no backward are left out. Under expert
+        parallelism it tells what this rank computed; :func:`lrmoe.parallel.global_metrics` adds the ranks up.
         """
-        layers = {name: read for name, control in self.layers.items() if (read := control.meter.read()) is not None}
+        layers = {name: totals for name, control in self.layers.items() if (totals := control.meter.totals())}
+        if reset:
+            self.reset_metrics()
+        return self.summarize(layers)
+
+    def summarize(self, totals: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        """:meth:`metrics` from the :meth:`Meter.totals` of each layer, say of several ranks together."""
+        layers = {name: shares(layer) for name, layer in totals.items()}
         drop = float(self.clock.drop) if self._last_drop is None else self._last_drop
         summary: dict[str, Any] = {"step": self.clock.step, "drop": drop}
         for key in ("kept_share", "kept_importance_share", "variance_share", "load_max_over_mean"):
@@ -197,11 +206,13 @@ class Recalibrator:
         for key in ("forward_seconds", "backward_seconds"):
             summary[key] = sum(layer[key] for layer in layers.values())
         summary["layers"] = layers
-        if reset:
-            for control in self.layers.values():
-                control.meter.reset()
-            self._backwards_seen = 0
         return summary
+
+    def reset_metrics(self) -> None:
+        """Begins a new interval for :meth:`metrics`."""
+        for control in self.layers.values():
+            control.meter.reset()
+        self._backwards_seen = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON-able values: the position in training and the configuration it belongs to."""

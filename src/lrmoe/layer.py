@@ -7,7 +7,7 @@ F expert width, S shared expert width.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,26 @@ from lrmoe.routing import Gate, TopKRouter, require_token_mask
 
 # Stands in for a layer's control in evaluation mode.
 _EXACT = exact_control("evaluation")
+
+
+class ExpertsEngine(Protocol):
+    """What can stand in for :func:`~lrmoe.experts.operator.controlled_experts`, with the same arguments: the experts of
+    several ranks, :class:`lrmoe.parallel.ExpertParallel`."""
+
+    def controlled_experts(
+        self,
+        x_TD: Tensor,
+        topk_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        gate_up_proj: Tensor,
+        down_proj: Tensor,
+        *,
+        control: LayerControl,
+        activation: str = ...,
+        gate_up_bias: Tensor | None = ...,
+        down_bias: Tensor | None = ...,
+        token_mask_T: Tensor | None = ...,
+    ) -> Tensor: ...
 
 
 class MoE(nn.Module):
@@ -49,6 +69,7 @@ class MoE(nn.Module):
         experts: holds ``gate_up_proj (E, 2F, D)``, gate rows first, ``down_proj (E, D, F)`` and, with ``bias``,
             ``gate_up_bias (E, 2F)`` and ``down_bias (E, D)``.
         control: position in training and meter of this layer.
+        engine: runs the experts where they are spread over ranks, see :func:`lrmoe.parallel.parallelize`; else None.
 
     Raises:
         ValueError: naming the argument, its value and what it may be.
@@ -119,6 +140,7 @@ class MoE(nn.Module):
         self.top_k = self.router.top_k
         self.activation = activation
         self.control = self._own_control = LayerControl(Clock(config))
+        self.engine: ExpertsEngine | None = None
         # A tensor changed in place: a compiled layer sees a new scale as data. Not a buffer: neither cast nor saved.
         self._aux_loss_scale = torch.ones((), dtype=torch.float32, device="cpu")
 
@@ -147,7 +169,8 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, self.dim)
         token_mask_T = self._models_mask(x_TD.shape[0]) if token_mask is None else token_mask.reshape(-1)
         routing = self.router(x_TD, token_mask_T)
-        out_TD = controlled_experts(
+        run_experts = controlled_experts if self.engine is None else self.engine.controlled_experts
+        out_TD = run_experts(
             x_TD,
             routing.topk_ids_TK,
             routing.topk_weights_TK,

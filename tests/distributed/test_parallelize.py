@@ -1,4 +1,4 @@
-"""lrmoe.MoE layers spread over ranks, beside DistributedDataParallel, against one process on the union of the tokens."""
+"""lrmoe.MoE layers spread over ranks beside DistributedDataParallel, against one process on all tokens."""
 
 from __future__ import annotations
 

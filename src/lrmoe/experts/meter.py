@@ -110,27 +110,46 @@ class Meter:
         load_E, self._untaken_load_E = self._untaken_load_E, None
         return load_E
 
-    def read(self) -> dict[str, Any] | None:
-        """Totals as plain numbers, or None if no backward ran: ``load`` and ``kept`` (lists, pairs per expert),
-        ``kept_share``, ``kept_importance_share``, ``variance_share`` (V*/sum R), ``load_max_over_mean``,
-        ``backwards``, ``forward_seconds``, ``backward_seconds`` (see :class:`Stopwatch`; CPU tensors only)."""
+    def totals(self) -> dict[str, Any] | None:
+        """Sums as plain numbers and lists, or None if no backward ran; synchronises once with the device. What
+        :func:`shares` takes, and what adds up over ranks."""
         if self._sums is None:
             return None
         s = self._sums
-        load, kept = s.load_E.tolist(), s.kept_E.tolist()
-        total, kept_r, variance = (float(v) for v in (s.importance_total, s.importance_kept, s.variance))
-        pairs = sum(load)
         return {
-            "load": load,
-            "kept": kept,
-            "kept_share": sum(kept) / pairs if pairs else 1.0,
-            "kept_importance_share": kept_r / total if total else 1.0,
-            "variance_share": variance / total if total else 0.0,
-            "load_max_over_mean": max(load) * len(load) / pairs if pairs else 1.0,
+            "load": s.load_E.tolist(),
+            "kept": s.kept_E.tolist(),
+            "importance_total": float(s.importance_total),
+            "importance_kept": float(s.importance_kept),
+            "variance": float(s.variance),
             "backwards": self.backwards,
             "forward_seconds": self.forward_seconds,
             "backward_seconds": self.backward_seconds,
         }
+
+    def read(self) -> dict[str, Any] | None:
+        """:func:`shares` of the totals, or None if no backward ran."""
+        totals = self.totals()
+        return None if totals is None else shares(totals)
+
+
+def shares(totals: dict[str, Any]) -> dict[str, Any]:
+    """A layer's :meth:`Meter.totals` as they are read: ``load`` and ``kept`` (lists, pairs per expert),
+    ``kept_share``, ``kept_importance_share``, ``variance_share`` (V*/sum R), ``load_max_over_mean``, ``backwards``,
+    ``forward_seconds``, ``backward_seconds`` (see :class:`Stopwatch`; CPU tensors only)."""
+    load, kept = totals["load"], totals["kept"]
+    pairs, total = sum(load), totals["importance_total"]
+    return {
+        "load": load,
+        "kept": kept,
+        "kept_share": sum(kept) / pairs if pairs else 1.0,
+        "kept_importance_share": totals["importance_kept"] / total if total else 1.0,
+        "variance_share": totals["variance"] / total if total else 0.0,
+        "load_max_over_mean": max(load) * len(load) / pairs if pairs else 1.0,
+        "backwards": totals["backwards"],
+        "forward_seconds": totals["forward_seconds"],
+        "backward_seconds": totals["backward_seconds"],
+    }
 
 
 class Stopwatch:

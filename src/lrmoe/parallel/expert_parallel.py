@@ -206,6 +206,10 @@ class ExpertParallel:
             self.traffic.bytes.clear()
         return found
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+        # A copied model travels in the same group, by the same policy.
+        return self
+
     def step(self) -> None:
         """Call once after each optimizer step, for policies that plan by the step."""
         self.policy.step()

@@ -1,0 +1,52 @@
+"""Spreading the experts of a model's own MoE layers over ranks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lrmoe.layer import MoE
+from lrmoe.parallel.expert_parallel import ExpertParallel
+from lrmoe.parallel.expert_parameters import mark_experts
+
+
+def parallelize(model: nn.Module, ep: ExpertParallel) -> nn.Module:
+    """Gives this rank its part of the experts of every :class:`lrmoe.MoE` of ``model``, and runs them through ``ep``.
+
+    Every rank calls it on the same model, with the same weights, before the optimizer is made and before DDP or FSDP
+    wraps anything. The parameters keep their names; their first dimension becomes that of ``ep.local_experts``.
+    DistributedDataParallel around ``model`` leaves them alone from then on.
+
+    Returns:
+        ``model``, changed in place.
+
+    Raises:
+        ValueError: if there is no such layer, or one that does not fit ``ep``; nothing is changed then.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+    if not layers:
+        raise ValueError(
+            f"no lrmoe.MoE layer in {type(model).__name__}; models of other libraries bring their own expert "
+            "parallelism, see the pages on hosts"
+        )
+    for name, layer in layers.items():
+        if layer.engine is not None:
+            raise ValueError(f"{name or 'the layer'} is parallelized already")
+        if layer.num_experts != ep.num_experts:
+            raise ValueError(
+                f"{name or 'the layer'} has {layer.num_experts} experts, ep is for {ep.num_experts}; make an "
+                "ExpertParallel for each number of experts"
+            )
+    ignored = set(getattr(model, _IGNORED_BY_DDP, ()))
+    for name, layer in layers.items():
+        for key, parameter in list(layer.experts.named_parameters()):
+            local = nn.Parameter(ep.local(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
+            setattr(layer.experts, key, local)
+            mark_experts(local)
+            ignored.add(f"{name}.experts.{key}".lstrip("."))
+        layer.engine = ep
+    setattr(model, _IGNORED_BY_DDP, sorted(ignored))
+    return model
+
+
+# Where DistributedDataParallel looks for what it should neither broadcast nor average.
+_IGNORED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
