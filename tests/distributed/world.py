@@ -87,9 +87,9 @@ class _Pool:
         self.calls = 0
         # Held here, so that it outlives any rank.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # The fork server imports torch once for all; it has no threads yet when it forks.
+        # The fork server imports what all need once; it has no threads yet when it forks.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(["torch.distributed", "lrmoe.parallel"])
         self.ends: list[Connection] = []
         self.processes = []
         for number in range(POOL):
