@@ -59,6 +59,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(verb, f'this command needs {error.name}: pip install "lrmoe[train]"')
     except (ValueError, OSError) as error:
         return _fail(verb, str(error))
+    except RuntimeError as error:
+        from lrmoe.training.launch import RunFailure
+
+        if not isinstance(error, RunFailure):
+            raise
+        _fail(verb, str(error))
+        return 1
     except KeyboardInterrupt:
         print(f"{verb}: interrupted; continue with --resume", file=sys.stderr)
         return 130
@@ -75,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"lrmoe {lrmoe.__version__}")
     verbs = parser.add_subparsers(title="commands", dest="verb", required=True, metavar="COMMAND")
 
+    from lrmoe.training.config import PARALLEL
+
     def verb(name: str, command: Callable[[dict[str, Any]], int], text: str) -> argparse.ArgumentParser:
         added = verbs.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
         added.set_defaults(command=command)
@@ -85,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_recalibration_options(train)
 
     compare = verb("compare", _compare, "Train variants from the same weights on the same data, and compare them.")
-    _add_run_options(compare, without=("seed", "keep_checkpoints"))
+    _add_run_options(compare, without=("seed", "keep_checkpoints", *PARALLEL))
     _add_recalibration_options(compare)
     compare.add_argument(
         "--variant",
@@ -112,8 +121,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_run_options(parser: argparse.ArgumentParser, without: tuple[str, ...]) -> None:
-    from lrmoe.training.config import SCHEDULES, TrainConfig
+    from lrmoe.training.config import POLICIES, SCHEDULES, TrainConfig
 
+    choices = {"lr_schedule": SCHEDULES, "policy": POLICIES}
     parser.add_argument("--out", type=_path, required=True, metavar="DIR", help="run folder to write")
     parser.add_argument(
         "--resume", action="store_true", help="continue what --out holds, with the settings it began with"
@@ -131,10 +141,8 @@ def _add_run_options(parser: argparse.ArgumentParser, without: tuple[str, ...]) 
         parser.add_argument(
             option,
             type=_TRAIN_TYPES.get(kind, str),
-            choices=SCHEDULES if field.name == "lr_schedule" else None,
-            metavar=None
-            if field.name == "lr_schedule"
-            else ("N" if kind == "int" else "X" if kind == "float" else "PATH"),
+            choices=choices.get(field.name),
+            metavar=None if field.name in choices else ("N" if kind == "int" else "X" if kind == "float" else "PATH"),
             help=text + default,
         )
 
@@ -204,19 +212,43 @@ def _quiet_libraries() -> None:
 
 def _train(given: dict[str, Any]) -> int:
     _need(*_EXTRA)
-    from lrmoe.terminal import console, print_summary, progress_bar
-
     out, resume, overwrite = given.pop("out"), given.pop("resume", False), given.pop("overwrite", False)
     config = _train_config(_stored(out, resume, "train"), given)
     _quiet_libraries()
+    from lrmoe.training.run import check
+    from lrmoe.training.world import World, join_world, torchrun_size
+
+    size = torchrun_size() or 1
+    if size > 1:
+        world, complaint = join_world(timeout=config.rank_timeout), None
+        try:
+            check(config, out, size=size, resume=resume, overwrite=overwrite)
+        except (ValueError, OSError) as error:
+            complaint = error
+        world.agree(complaint)
+        return _train_rank(world, config, out, resume, overwrite)
+    if config.ep > 1:
+        from lrmoe.training.launch import launch
+
+        check(config, out, size=config.ep, resume=resume, overwrite=overwrite)
+        return launch(_train_rank, config, out, resume, overwrite, size=config.ep, timeout=config.rank_timeout)
+    return _train_rank(World(), config, out, resume, overwrite)
+
+
+def _train_rank(world: Any, config: Any, out: Path, resume: bool, overwrite: bool) -> int:
+    """The run, as one of its processes; the first of them speaks to the user."""
+    from lrmoe.terminal import console, print_summary, progress_bar
     from lrmoe.training.run import prepare, train
 
-    prepared = prepare(config, out, resume=resume, overwrite=overwrite)
-    corpus = prepared.loaded.text.describe()
-    _say_skipped(corpus)
+    _quiet_libraries()
+    prepared = prepare(config, out, resume=resume, overwrite=overwrite, world=world)
+    if not world.is_main:
+        return 0 if train(prepared)["diverged_at"] is None else 1
+    _say_skipped(prepared.loaded.text.describe())
     with progress_bar(config.model, config.steps) as steps:
         summary = train(prepared, progress=lambda step, record: steps("", step, record))
-    print_summary(f"{config.model}, {config.steps} steps, drop {config.recalibration.drop}", _numbers(summary))
+    ranks = f", {world.size} ranks" if world.size > 1 else ""
+    print_summary(f"{config.model}, {config.steps} steps, drop {config.recalibration.drop}{ranks}", _numbers(summary))
     console.print(f"report: {out / 'report.html'}", markup=False)
     if summary["diverged_at"] is not None:
         print(f"lrmoe train: the loss is not finite at step {summary['diverged_at']}; lower --lr", file=sys.stderr)

@@ -25,10 +25,11 @@ from lrmoe.hosts.trainer_callback import RecalibrationCallback
 
 try:
     from lrmoe.hosts import transformers_ep
+    from lrmoe.hosts.transformers_ep import set_balancer
 except ImportError:  # Versions of Transformers without a registry of expert-parallel implementations.
     transformers_ep = None  # type: ignore[assignment]
 
-__all__ = ["HOST", "NAME", "RecalibrationCallback", "lrmoe_experts_forward"]
+__all__ = ["HOST", "NAME", "RecalibrationCallback", "lrmoe_experts_forward", "set_balancer"]
 
 NAME = "lrmoe"
 

@@ -9,6 +9,9 @@ from typing import Any, Literal
 from lrmoe.config import LRMoEConfig
 
 SCHEDULES = ("cosine", "linear", "constant")
+POLICIES = ("lrmoe", "ultraep", "fixed")
+# How the work is spread over processes; a run may be resumed with other values.
+PARALLEL = ("ep", "policy", "slots", "capacity", "rank_timeout")
 
 
 def _field(default: Any, text: str) -> Any:
@@ -49,14 +52,24 @@ class TrainConfig:
     memorize_bytes: int | None = _field(
         None, "train and validate on the first so many bytes of the training text, over and over"
     )
+    ep: int = _field(
+        1, "processes that share the experts, each with its part of every batch; started here, or by torchrun"
+    )
+    policy: Literal["lrmoe", "ultraep", "fixed"] = _field("lrmoe", "with ep above 1: how replicas balance the ranks")
+    slots: int = _field(1, "with ep above 1: replicas of experts a rank may hold")
+    capacity: float | None = _field(
+        None, "with ep above 1: a rank's largest load in a layer, in rows weighted by cost; default: 1.05 x the mean"
+    )
+    rank_timeout: float = _field(600.0, "with ep above 1: seconds to wait for another rank before the run ends")
     recalibration: LRMoEConfig = field(default_factory=LRMoEConfig)
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "seq", "grad_accum", "log_every", "eval_every", "eval_sequences", "save_every"):
             _count(name, getattr(self, name), 1)
-        for name in ("lr_warmup_steps", "seed"):
+        for name in ("lr_warmup_steps", "seed", "slots"):
             _count(name, getattr(self, name), 0)
-        _count("keep_checkpoints", self.keep_checkpoints, 1)
+        for name in ("keep_checkpoints", "ep"):
+            _count(name, getattr(self, name), 1)
         for name in ("threads", "memorize_bytes"):
             if getattr(self, name) is not None:
                 _count(name, getattr(self, name), 1)
@@ -72,6 +85,7 @@ class TrainConfig:
             raise ValueError("lr=0 trains nothing; give a number above 0")
         if self.lr_schedule not in SCHEDULES:
             raise ValueError(f"lr_schedule={self.lr_schedule!r} is not known; choose one of {', '.join(SCHEDULES)}")
+        self._check_parallel()
         if self.save_every % self.log_every and self.save_every < self.steps:
             raise ValueError(
                 f"save_every={self.save_every} must be a multiple of log_every={self.log_every}, so that a resumed run "
@@ -79,6 +93,19 @@ class TrainConfig:
             )
         if self.recalibration.seed != self.seed:
             object.__setattr__(self, "recalibration", replace(self.recalibration, seed=self.seed))
+
+    def _check_parallel(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r} is not known; choose one of {', '.join(POLICIES)}")
+        for name in ("capacity", "rank_timeout"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < math.inf):
+                raise ValueError(f"{name}={value!r} must be a finite number above 0")
+        if self.batch % self.ep:
+            raise ValueError(
+                f"batch={self.batch} cannot be shared out equally to ep={self.ep} ranks; give a multiple of {self.ep}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, ``recalibration`` nested."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
 class SavedBytes:
@@ -63,12 +64,17 @@ def measure_saved_bytes(model: nn.Module, moe_modules: list[nn.Module]) -> Itera
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
             yield result
-        own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+        own = {_local(t).untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
         result.model = _bytes([saved.tensor for saved in live], own)
         result.moe = _bytes([saved.tensor for saved in live if saved.in_moe], own)
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _bytes(tensors: list[Tensor], excluded: set[int]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lrmoe.training.checkpoints import newest_checkpoint
 from lrmoe.training.tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer, load_tokenizer
@@ -69,13 +69,14 @@ def _glm4_moe_tiny() -> Any:
 PRESETS: dict[str, Callable[[], Any]] = {"qwen3-moe-tiny": _qwen3_moe_tiny, "glm4-moe-tiny": _glm4_moe_tiny}
 
 
-def load_model(name: str, *, seed: int) -> tuple[PreTrainedModel, Any]:
+def load_model(name: str, *, seed: int, distributed: Any = None) -> tuple[PreTrainedModel, Any]:
     """A causal language model in float32, ready to be attached, and its tokenizer.
 
     Args:
         name: a preset, initialised from ``seed``; or a folder with a checkpoint in Transformers' format; or the folder
             of a finished or interrupted ``lrmoe train`` run, whose newest checkpoint is taken. Nothing is downloaded.
         seed: of a preset's initial weights. The global generator is left as it was.
+        distributed: a Transformers ``DistributedConfig``: every rank calls, and gets its part of the model.
 
     Raises:
         ValueError: if the name is neither, or the folder cannot be loaded.
@@ -83,7 +84,51 @@ def load_model(name: str, *, seed: int) -> tuple[PreTrainedModel, Any]:
     if name in PRESETS:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return AutoModelForCausalLM.from_config(PRESETS[name]()), byte_tokenizer()
+            model = AutoModelForCausalLM.from_config(PRESETS[name]())
+        if distributed is not None:
+            # Transformers distributes models only as it loads them.
+            model = type(model).from_pretrained(
+                None,
+                config=model.config,
+                state_dict=model.state_dict(),
+                dtype=torch.float32,
+                distributed_config=distributed,
+            )
+            # It saves a model in the form it was loaded from, unless it does not know of any: then one key per expert.
+            vars(model).pop("_weight_conversions", None)
+        return model, byte_tokenizer()
+    folder = _folder_of(name)
+    model = load_weights(folder, distributed=distributed)
+    return model, load_tokenizer(folder, model.config.get_text_config().vocab_size)
+
+
+def load_outline(name: str) -> tuple[PreTrainedModel, Any]:
+    """What :func:`load_model` loads, without its weights: the model is on the meta device.
+
+    Raises:
+        ValueError: as there, for what can be told without reading the weights.
+    """
+    if name in PRESETS:
+        config, tokenizer = PRESETS[name](), byte_tokenizer()
+    else:
+        folder = _folder_of(name)
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # Whatever a broken or foreign folder makes the library raise.
+            raise ValueError(f"model={name!r} cannot be loaded: {' '.join(str(error).split())}") from error
+        tokenizer = load_tokenizer(folder, config.get_text_config().vocab_size)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config), tokenizer
+
+
+def check_length(model: PreTrainedModel, seq: int) -> None:
+    """Raises ValueError if the sequences are longer than the model takes."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and seq > limit:
+        raise ValueError(f"seq={seq} is longer than the model's max_position_embeddings={limit}; lower seq")
+
+
+def _folder_of(name: str) -> Path:
     given = Path(name)
     if not given.is_dir():
         raise ValueError(
@@ -93,19 +138,19 @@ def load_model(name: str, *, seed: int) -> tuple[PreTrainedModel, Any]:
     folder = newest_checkpoint(given) or given
     if not (folder / "config.json").is_file():
         raise ValueError(f"model={name!r} holds no config.json; give a folder that save_pretrained wrote")
-    model = load_weights(folder)
-    return model, load_tokenizer(folder, model.config.get_text_config().vocab_size)
+    return folder
 
 
-def load_weights(folder: Path) -> PreTrainedModel:
-    """The model of a checkpoint folder, in float32.
+def load_weights(folder: Path, *, distributed: Any = None) -> PreTrainedModel:
+    """The model of a checkpoint folder, in float32; with ``distributed`` this rank's part of it.
 
     Raises:
         ValueError: if the folder cannot be loaded, or its weights are not exactly those of its configuration.
     """
+    options = {} if distributed is None else {"distributed_config": distributed}
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **options
         )
     except Exception as error:  # Whatever a broken or foreign folder makes the library raise.
         raise ValueError(f"model={str(folder)!r} cannot be loaded: {' '.join(str(error).split())}") from error

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 from lrmoe.hosts.transformers import RecalibrationCallback
 from lrmoe.training.files import append_record, read_records, write_records
 from lrmoe.training.memory import SavedBytes
+from lrmoe.training.world import World
 
 # Called after every optimizer step with its number, and once more with the record where one was written.
 Progress = Callable[[int, "dict[str, Any] | None"], None]
@@ -22,10 +23,11 @@ Progress = Callable[[int, "dict[str, Any] | None"], None]
 class LossMeter:
     """The language-model loss between two logs, without the balancing loss that the training loss may contain.
 
-    Sums stay on the device; :meth:`take` synchronises.
+    Sums stay on the device; :meth:`take` synchronises. Over several ranks they are means over the ranks.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: World | None = None) -> None:
+        self._world = world or World()
         self._loss: Tensor | None = None
         self._balance: Tensor | None = None
         self._microbatches = 0
@@ -44,12 +46,13 @@ class LossMeter:
             means["loss"] = float(self._loss) / steps
         if self._balance is not None:
             means["balance_loss"] = float(self._balance) / self._microbatches
-        self.__init__()  # type: ignore[misc]
-        return means
+        self.__init__(self._world)  # type: ignore[misc]
+        return dict(zip(means, self._world.mean(list(means.values())), strict=True))
 
 
 class RunRecorder(TrainerCallback):  # type: ignore[misc]
-    """Writes ``metrics.jsonl``, drives the progress display and stops a run whose loss is no number any more.
+    """Writes ``metrics.jsonl``, drives the progress display and stops a run whose loss is no number any more. Of
+    several ranks the first writes and displays.
 
     The metrics come from ``recalibration``, which has to be registered ahead of it.
 
@@ -62,12 +65,18 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, recalibration: RecalibrationCallback, path: Path, losses: LossMeter, progress: Progress | None
+        self,
+        recalibration: RecalibrationCallback,
+        path: Path,
+        losses: LossMeter,
+        progress: Progress | None,
+        world: World | None = None,
     ) -> None:
         self._recalibration = recalibration
         self._path = path
         self._losses = losses
-        self._progress = progress
+        self._is_main = world is None or world.is_main
+        self._progress = progress if self._is_main else None
         self._pending: dict[str, Any] | None = None
         self._last_step = 0
         self._since = time.perf_counter()
@@ -76,7 +85,8 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]
 
     def continue_from(self, step: int) -> None:
         """Drops the lines past ``step``, which are about to be written again."""
-        write_records(self._path, [r for r in read_records(self._path) if r["step"] <= step])
+        if self._is_main:
+            write_records(self._path, [r for r in read_records(self._path) if r["step"] <= step])
         self._last_step = step
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -132,6 +142,7 @@ class RunRecorder(TrainerCallback):  # type: ignore[misc]
         now = time.perf_counter()
         record, self._pending = {**self._pending, "seconds": now - self._since}, None
         self._since = now
-        append_record(self._path, record)
+        if self._is_main:
+            append_record(self._path, record)
         if self._progress is not None:
             self._progress(record["step"], record)
