@@ -16,27 +16,20 @@ from pathlib import Path
 
 import torch
 from layer import Inputs, Shape, lrmoe_experts, make_inputs, transformers_experts
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+
+from lrmoe.training.memory import measure_saved_bytes
 
 
 def saved_bytes(forward: Callable[[], Tensor], inputs: Inputs) -> int:
     """Bytes autograd keeps between forward and backward, in distinct storages. The layer's input is counted (somebody
     must keep it); its weights are not."""
-    storages: dict[int, int] = {}
-    weights = {weight.untyped_storage().data_ptr() for weight in (inputs.gate_up_proj, inputs.down_proj)}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        # The graph must live until all is counted, or a freed storage's address would stand for another's.
+    with measure_saved_bytes(nn.ParameterList([inputs.gate_up_proj, inputs.down_proj]), []) as saved:
+        # The graph must live until all is counted.
         out_TD = forward()
     del out_TD
-    return sum(storages.values())
+    return saved.model
 
 
 def peak_temporaries(forward: Callable[[], Tensor], inputs: Inputs) -> int:
