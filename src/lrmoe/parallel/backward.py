@@ -74,7 +74,8 @@ class DistributedBackward:
             if call.recording:
                 self._record(transport, chosen)
         pair_M = self.pair_L if carrier.sent_M is None else self.pair_L.index_select(0, carrier.sent_M)
-        grad_MD = grad_TD.index_select(0, pair_M // self.alpha_TK.shape[1])
+        with line.phase("dispatch gradients"):
+            grad_MD = grad_TD.index_select(0, pair_M // self.alpha_TK.shape[1])
         grad_MD = carrier.to_experts(grad_MD, "gradients to experts")
         alpha_M = carrier.to_experts(self.alpha_TK.reshape(-1)[pair_M], "routing weights to experts")
         with line.phase("backward experts"):
@@ -83,7 +84,8 @@ class DistributedBackward:
         dx = dalpha = None
         if self.needs.x:
             dx_MD = carrier.to_tokens(_joined([part.dx_MD for part in parts]), "gradients to tokens")
-            dx = add_to_tokens(dx_MD, pair_M, *self.alpha_TK.shape)
+            with line.phase("combine gradients"):
+                dx = add_to_tokens(dx_MD, pair_M, *self.alpha_TK.shape)
         if self.needs.alpha:
             dalpha = self._router_gradient(grad_TD, _joined([part.dalpha_M for part in parts]), carrier, pair_M)
         return dx, dalpha, *self._weight_gradients(parts)

@@ -100,7 +100,10 @@ def _forward(
     pair_L = layout.pair_L
     if layout.replicated:
         call.slots.fill(line, layout, home)
-    x_RD = transport.to_experts(x_TD.index_select(0, pair_L // top_k), "tokens to experts")
+    with line.phase("dispatch"):
+        x_LD = x_TD.index_select(0, pair_L // top_k)
+    x_RD = transport.to_experts(x_LD, "tokens to experts")
+    del x_LD
     with line.phase("forward experts"):
         keep_h = call.train and recipe.save == "preactivation"
         parts = []

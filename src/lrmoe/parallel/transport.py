@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,12 +33,14 @@ class Line:
 
     def exchange(self, rows: Tensor, send: list[int], receive: list[int], what: str) -> Tensor:
         """Rows (n, ...) to the ranks that ``send`` counts them for, and what arrives, by source rank."""
-        before = self.traffic.bytes.get(what, 0)
         arrived = all_to_all_rows(
             rows, send, receive, self.group, what=what, timeout_s=self.timeout_s, traffic=self.traffic
         )
         if self.clock is not None:
-            self.clock.transfer(what, self.traffic.bytes.get(what, 0) - before)
+            rank = self.group.rank()
+            row_bytes = rows.element_size() * math.prod(rows.shape[1:])
+            sent, received = (sum(sizes) - sizes[rank] for sizes in (send, receive))
+            self.clock.transfer(what, sent * row_bytes, received * row_bytes)
         return arrived
 
     def phase(self, name: str) -> AbstractContextManager[None]:
