@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +28,19 @@ class Spread:
     calls: list[list[BackwardCall]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One problem on some ranks; ``options`` of :class:`ExpertParallel`, ``shares`` tokens of each rank (even ones if
+    not given)."""
+
+    problem: Problem
+    config: LRMoEConfig | None = None
+    shares: Sequence[int] | None = None
+    position: dict[str, int] = field(default_factory=dict)
+    record: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+
 def even_shares(tokens: int, ranks: int) -> list[int]:
     return [tokens // ranks + (rank < tokens % ranks) for rank in range(ranks)]
 
@@ -48,12 +62,20 @@ def run_spread(
         shares: tokens of each rank, in order; even ones by default.
         options: of :class:`ExpertParallel`.
     """
-    shares = even_shares(problem.x_TD.shape[0], ranks) if shares is None else list(shares)
-    told = run_world(ranks, _one_rank, problem, shares, config, position or {}, record, options, timeout=timeout)
-    names = told[0][1].keys()
+    job = Job(problem=problem, config=config, shares=shares, position=position or {}, record=record, options=options)
+    return run_jobs([job], ranks, timeout=timeout)[0]
+
+
+def run_jobs(jobs: Sequence[Job], ranks: int, *, timeout: float = 60.0) -> list[Spread]:
+    """Several problems, one after the other, in one call of the processes."""
+    told = run_world(ranks, _one_rank, list(jobs), timeout=timeout)
+    return [_spread(list(ranks_told)) for ranks_told in zip(*told, strict=True)]
+
+
+def _spread(told: list[_Told]) -> Spread:
     joined = Result(
         out_TD=torch.cat([out for out, *_ in told]),
-        grads={name: torch.cat([grads[name] for _, grads, *_ in told]) for name in names},
+        grads={name: torch.cat([grads[name] for _, grads, *_ in told]) for name in told[0][1]},
         call=joined_call([calls for *_, calls in told]),
     )
     return Spread(result=joined, metrics=[metrics for _, _, metrics, _ in told], calls=[calls for *_, calls in told])
@@ -76,40 +98,36 @@ def joined_call(calls: list[list[BackwardCall]]) -> BackwardCall | None:
     )
 
 
-def _one_rank(
-    group: dist.ProcessGroup,
-    problem: Problem,
-    shares: list[int],
-    config: LRMoEConfig | None,
-    position: dict[str, int],
-    record: bool,
-    options: dict[str, Any],
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Any], list[BackwardCall]]:
-    engine = ExpertParallel(group, num_experts=problem.num_experts, config=config, **options)
-    start = sum(shares[: engine.rank])
-    mine = slice(start, start + shares[engine.rank])
-    leaves = local_leaves(problem, engine, mine)
-    calls: list[BackwardCall] = []
+_Told = tuple[Tensor, dict[str, Tensor], dict[str, Any], list[BackwardCall]]
 
-    def run() -> Tensor:
-        return engine.routed_experts(
+
+def _one_rank(group: dist.ProcessGroup, jobs: list[Job]) -> list[_Told]:
+    return [_one_job(group, job) for job in jobs]
+
+
+def _one_job(group: dist.ProcessGroup, job: Job) -> _Told:
+    problem = job.problem
+    engine = ExpertParallel(group, num_experts=problem.num_experts, config=job.config, **job.options)
+    mine = own_tokens(job.shares or even_shares(problem.x_TD.shape[0], engine.size), engine.rank)
+    leaves = local_leaves(problem, engine, mine)
+    with lrmoe.recording() if job.record else nullcontext([]) as calls:
+        out_TD = engine.routed_experts(
             topk_ids_TK=problem.ids_TK[mine],
             activation=problem.activation,
             token_mask_T=None if problem.mask_T is None else problem.mask_T[mine],
             **leaves,
-            **position,
+            **job.position,
         )
-
-    if record:
-        with lrmoe.recording() as calls:
-            out_TD = run()
-            out_TD.backward(problem.grad_TD[mine])
-    else:
-        out_TD = run()
         out_TD.backward(problem.grad_TD[mine])
     grads = {name: leaf.grad for name, leaf in leaves.items()}
     assert all(grad is not None for grad in grads.values())
     return out_TD.detach(), grads, engine.metrics(), calls  # type: ignore[return-value]
+
+
+def own_tokens(shares: Sequence[int], rank: int) -> slice:
+    """Which of the problem's tokens are ``rank``'s."""
+    start = sum(shares[:rank])
+    return slice(start, start + shares[rank])
 
 
 def local_leaves(problem: Problem, engine: ExpertParallel, tokens: slice) -> dict[str, Tensor]:
