@@ -14,6 +14,7 @@ device meshes, DDP and FSDP see a world of exactly ``size`` ranks, and nothing o
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing
 import os
 import pickle
@@ -130,7 +131,7 @@ class _Pool:
                     if not succeeded:
                         errors.append(f"rank {rank}: {value}")
                 if succeeded:
-                    results[rank] = value
+                    results[rank] = pickle.loads(value)
                 else:
                     end = min(end, time.monotonic() + _GRACE_S)
             if pending == {-1}:
@@ -181,14 +182,16 @@ def _serve(end: Connection, port: int) -> None:
             # A rank that is done must not close its connections while another still reads from them.
             if not breaks_group:
                 dist.barrier()
-            answer = pickle.dumps((True, value))
+            succeeded, value = True, pickle.dumps(value)
         except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
+            succeeded, value = False, traceback.format_exc()
         finally:
-            # After a failure this also ends the waiting of the others.
             if dist.is_initialized():
                 dist.destroy_process_group()
-        end.send_bytes(answer)
+            if not succeeded:
+                # Connections go with the last reference to the group; after a failure the others wait for that.
+                gc.collect()
+        end.send_bytes(pickle.dumps((succeeded, value)))
 
 
 def _follow_parent(parent: int) -> None:
