@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,9 @@ from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.experts.meter import shares
 from lrmoe.layer import MoE
 from lrmoe.recalibration.schedule import drop_at
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Host(Protocol):
@@ -68,7 +71,11 @@ def _hosts() -> list[Host]:
 
 
 def attach(
-    model: nn.Module, config: LRMoEConfig | None = None, *, optimizer: torch.optim.Optimizer | None = None
+    model: nn.Module,
+    config: LRMoEConfig | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    load_group: ProcessGroup | None = None,
 ) -> Recalibrator:
     """Recalibrates the backward of every MoE layer of ``model``.
 
@@ -80,6 +87,9 @@ def attach(
         config: the recalibration; default :class:`LRMoEConfig()`.
         optimizer: if given, :meth:`Recalibrator.step` is called after each of its steps. Otherwise call it yourself,
             once per optimizer step, or use the host's callback.
+        load_group: for :class:`lrmoe.MoE` routers with a selection bias, the ranks that train copies of the model on
+            other tokens (all of them, or under expert parallelism those with the same experts). Each
+            :meth:`Recalibrator.step` then adds up their loads, a collective, so that the biases stay the same.
 
     Raises:
         ValueError: if no MoE layer is found (listing what is there), if one is found that cannot be recalibrated, or
@@ -95,7 +105,7 @@ def attach(
         if vars(module).get("_lrmoe_recalibrator") is not None:
             part = f"its part {name}" if name else "this model"
             raise ValueError(f"{part} already has a recalibrator; call its detach() before attaching another")
-    return Recalibrator(model, config, optimizer)
+    return Recalibrator(model, config, optimizer, load_group)
 
 
 class Recalibrator:
@@ -112,7 +122,13 @@ class Recalibrator:
         steps_with_optimizer: whether an optimizer's steps move it on, so that nobody else needs to.
     """
 
-    def __init__(self, model: nn.Module, config: LRMoEConfig, optimizer: torch.optim.Optimizer | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: LRMoEConfig,
+        optimizer: torch.optim.Optimizer | None,
+        load_group: ProcessGroup | None = None,
+    ) -> None:
         found: list[tuple[Host, dict[str, nn.Module]]] = [(host, host.find(model)) for host in _hosts()]
         names = [name for _, layers in found for name in layers]
         if not names:
@@ -120,6 +136,7 @@ class Recalibrator:
         order = {name: position for position, (name, _) in enumerate(model.named_modules())}
         names.sort(key=order.__getitem__)
         self._config = config
+        self._load_group = load_group
         # Until the length of the run is known, which training waits for, the schedule cannot place its dense tail.
         known = config if config.total_steps is not None else replace(config, final_dense_steps=0)
         # Tensors made in inference mode could not be moved on outside of it.
@@ -177,7 +194,7 @@ class Recalibrator:
         self._warn_if_bypassed()
         for layer in self._modules.values():
             if isinstance(layer, MoE):
-                layer.update_selection_bias()
+                layer.update_selection_bias(self._load_group)
         self._last_drop = float(self.clock.drop)
         self.clock.move_to(step=self.clock.step + 1, microbatch=-1)
 
@@ -258,7 +275,8 @@ class Recalibrator:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied model's optimizer is another one, or none yet: somebody has to call the copy's step().
-        return {**vars(self), "_handles": self._handles[:1], "steps_with_optimizer": False}
+        own = {"_handles": self._handles[:1], "steps_with_optimizer": False, "_load_group": None}
+        return {**vars(self), **own}
 
     def _warn_if_bypassed(self) -> None:
         backwards = sum(control.meter.backwards for control in self.layers.values())

@@ -7,7 +7,7 @@ F expert width, S shared expert width.
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from lrmoe.experts import activations
 from lrmoe.experts.layer_control import Clock, LayerControl, exact_control
 from lrmoe.experts.operator import controlled_experts
 from lrmoe.routing import Gate, TopKRouter, require_token_mask
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 # Stands in for a layer's control in evaluation mode.
 _EXACT = exact_control("evaluation")
@@ -69,7 +72,6 @@ class MoE(nn.Module):
         experts: holds ``gate_up_proj (E, 2F, D)``, gate rows first, ``down_proj (E, D, F)`` and, with ``bias``,
             ``gate_up_bias (E, 2F)`` and ``down_bias (E, D)``.
         control: position in training and meter of this layer.
-        engine: runs the experts where they are spread over ranks, see :func:`lrmoe.parallel.parallelize`; else None.
 
     Raises:
         ValueError: naming the argument, its value and what it may be.
@@ -140,7 +142,6 @@ class MoE(nn.Module):
         self.top_k = self.router.top_k
         self.activation = activation
         self.control = self._own_control = LayerControl(Clock(config))
-        self.engine: ExpertsEngine | None = None
         # A tensor changed in place: a compiled layer sees a new scale as data. Not a buffer: neither cast nor saved.
         self._aux_loss_scale = torch.ones((), dtype=torch.float32, device="cpu")
 
@@ -169,17 +170,12 @@ class MoE(nn.Module):
         x_TD = x.reshape(-1, self.dim)
         token_mask_T = self._models_mask(x_TD.shape[0]) if token_mask is None else token_mask.reshape(-1)
         routing = self.router(x_TD, token_mask_T)
-        run_experts = controlled_experts if self.engine is None else self.engine.controlled_experts
-        out_TD = run_experts(
+        out_TD: Tensor = self.experts(
             x_TD,
             routing.topk_ids_TK,
             routing.topk_weights_TK,
-            self.experts.gate_up_proj,
-            self.experts.down_proj,
             control=self.control if self.training else _EXACT,
             activation=self.activation,
-            gate_up_bias=self.experts.gate_up_bias,
-            down_bias=self.experts.down_bias,
             token_mask_T=token_mask_T,
         )
         if self.shared_expert is not None:
@@ -206,17 +202,27 @@ class MoE(nn.Module):
         self.update_selection_bias()
         self.control.clock.move_to(step=self.control.clock.step + 1)
 
-    def update_selection_bias(self) -> None:
+    def update_selection_bias(self, load_group: ProcessGroup | None = None) -> None:
         """Updates the router's selection bias from the loads of all forwards trained on since the last update.
 
         ``step`` does it; call it only to update at other times. Loads are counted when a backward runs in training
         mode, so neither evaluation nor the recomputation of activation checkpointing is counted. Does nothing without
         a selection bias, or where no backward ran.
+
+        Args:
+            load_group: ranks that train copies of this router on other tokens; their loads are added up first, so
+                that the copies stay the same. Every rank of it has to call, whether it ran a backward or not. Ranks of
+                one expert-parallel group know each other's loads already.
         """
         if self.router.selection_bias is None:
             return
         load_E = self.control.meter.take_load_E()
-        if load_E is not None:
+        if load_group is not None:
+            if load_E is None:
+                load_E = torch.zeros(self.num_experts, dtype=torch.int64, device=self.router.weight.device)
+            load_E = load_E.clone()
+            torch.distributed.all_reduce(load_E, group=load_group)
+        if load_E is not None and bool(load_E.any()):
             self.router.update_selection_bias(load_E)
 
     def set_aux_loss_scale(self, scale: float | Tensor) -> None:
@@ -252,7 +258,13 @@ class MoE(nn.Module):
 
 
 class _Experts(nn.Module):
-    """The stacked weights of E gated experts."""
+    """E gated experts with stacked weights, or this rank's part of them.
+
+    Called as a module, so that wrappers which gather its parameters for the call (FSDP) can wrap it by itself.
+
+    Attributes:
+        engine: runs the experts where they are spread over ranks, see :func:`lrmoe.parallel.parallelize`; else None.
+    """
 
     gate_up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
@@ -276,7 +288,33 @@ class _Experts(nn.Module):
         self.down_proj = parameter(dim, expert_dim)
         self.register_parameter("gate_up_bias", parameter(2 * expert_dim) if bias else None)
         self.register_parameter("down_bias", parameter(dim) if bias else None)
+        self.engine: ExpertsEngine | None = None
         self.reset_parameters()
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        topk_ids_TK: Tensor,
+        topk_weights_TK: Tensor,
+        *,
+        control: LayerControl,
+        activation: str,
+        token_mask_T: Tensor | None,
+    ) -> Tensor:
+        """:func:`controlled_experts` of these weights, by the engine if there is one."""
+        run = controlled_experts if self.engine is None else self.engine.controlled_experts
+        return run(
+            x_TD,
+            topk_ids_TK,
+            topk_weights_TK,
+            self.gate_up_proj,
+            self.down_proj,
+            control=control,
+            activation=activation,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+            token_mask_T=token_mask_T,
+        )
 
     def reset_parameters(self) -> None:
         """Each expert as a pair of ``nn.Linear``: uniform in +-1/sqrt(fan in)."""

@@ -29,7 +29,7 @@ def parallelize(model: nn.Module, ep: ExpertParallel) -> nn.Module:
             "parallelism, see the pages on hosts"
         )
     for name, layer in layers.items():
-        if layer.engine is not None:
+        if layer.experts.engine is not None:
             raise ValueError(f"{name or 'the layer'} is parallelized already")
         if layer.num_experts != ep.num_experts:
             raise ValueError(
@@ -43,7 +43,7 @@ def parallelize(model: nn.Module, ep: ExpertParallel) -> nn.Module:
             setattr(layer.experts, key, local)
             mark_experts(local)
             ignored.add(f"{name}.experts.{key}".lstrip("."))
-        layer.engine = ep
+        layer.experts.engine = ep
     setattr(model, _IGNORED_BY_DDP, sorted(ignored))
     return model
 
