@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,7 @@ class Terms:
     layer: int
     drop: float
     training: bool
+    biases: tuple[bool, ...]
     gradients: tuple[bool, ...]
 
     def numbers(self) -> dict[str, int]:
@@ -50,16 +52,15 @@ class Terms:
             "layer": self.layer,
             "drop": struct.unpack("<q", struct.pack("<d", self.drop))[0],
             "whether a backward follows": int(self.training),
-            "which gradients are wanted (x, routing weights, gate_up_proj, down_proj, biases)": sum(
-                needed << i for i, needed in enumerate(self.gradients)
-            ),
+            "which biases there are (gate_up_bias, down_bias)": _bits(self.biases),
+            "which gradients are wanted (x, routing weights, gate_up_proj, down_proj, biases)": _bits(self.gradients),
         }
 
 
 @dataclass(frozen=True, slots=True)
 class Loads:
     """int64 CPU: ``real_GE`` and ``masked_GE``, pairs of each rank for each expert, of real and of masked tokens;
-    ``recording``: somebody records on every rank."""
+    ``recording``: somebody records, on some rank; all of them then tell what becomes of their pairs."""
 
     real_GE: Tensor
     masked_GE: Tensor
@@ -106,7 +107,36 @@ def gather_loads(
             if len(set(value_G)) > 1:
                 raise RuntimeError(_difference(name, value_G))
     real_GE, masked_GE = told[:, head.numel() : -num_experts], told[:, -num_experts:]
-    return Loads(real_GE.contiguous(), masked_GE.contiguous(), bool(told[:, 1].all()))
+    return Loads(real_GE.contiguous(), masked_GE.contiguous(), bool(told[:, 1].any()))
+
+
+def agree_on_engine(
+    description: Mapping[str, object],
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    timeout_s: float | None,
+    traffic: Traffic,
+) -> None:
+    """Checks, before the first loads are exchanged, that all ranks made their engines alike; else their plans, or the
+    lengths of their messages, would differ.
+
+    Raises:
+        RuntimeError: on all ranks, naming what differs.
+    """
+    sums = torch.tensor([zlib.crc32(repr(value).encode()) for value in description.values()], device=device)
+    told = all_gather_counts(sums, group, what="engines", timeout_s=timeout_s, traffic=traffic).cpu()
+    for (name, value), sum_G in zip(description.items(), told.t().tolist(), strict=True):
+        if len(set(sum_G)) > 1:
+            others = [rank for rank, other in enumerate(sum_G) if other != sum_G[group.rank()]]
+            raise RuntimeError(
+                f"the ranks made their ExpertParallel differently: here (rank {group.rank()}) {name} is {value}, and "
+                f"another on rank {', '.join(map(str, others))}; give every rank the same"
+            )
+
+
+def _bits(flags: Sequence[bool]) -> int:
+    return sum(flag << place for place, flag in enumerate(flags))
 
 
 def _difference(name: str, value_G: list[int]) -> str:
@@ -127,6 +157,6 @@ def _difference(name: str, value_G: list[int]) -> str:
 _NAMES = tuple(
     Terms(
         width=0, expert_width=0, dtype=torch.float32, activation="", config="", seed=0, step=0, microbatch=0, layer=0,
-        drop=0.0, training=False, gradients=(),
+        drop=0.0, training=False, biases=(), gradients=(),
     ).numbers()
 )  # fmt: skip

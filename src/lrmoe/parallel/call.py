@@ -18,8 +18,8 @@ class Call:
     """Everything about one call that is no tensor with a gradient; the same on all ranks but for ``layout``.
 
     ``load_E``, ``quota_E``: int64, real pairs of all ranks for each expert and how many are kept; ``position``: (seed,
-    step, layer, microbatch); ``train``: a backward may follow; ``recording``: on all ranks somebody records it;
-    ``fingerprint``: of this rank's routing.
+    step, layer, microbatch); ``train``: a backward may follow; ``recording``: somebody records it, on
+    some rank; ``fingerprint``: of this rank's routing.
     """
 
     layout: Layout

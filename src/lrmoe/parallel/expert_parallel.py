@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -11,15 +12,16 @@ from torch import Tensor
 
 from lrmoe.balance import get
 from lrmoe.balance.plan import home_ranks
-from lrmoe.balance.policy import Policy
+from lrmoe.balance.policy import ExactPolicy, Policy
 from lrmoe.config import LRMoEConfig, require_config, require_count, require_number
+from lrmoe.experts import activations
 from lrmoe.experts.compacted import Recipe
 from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.experts.meter import Meter, is_recording
 from lrmoe.experts.operator import product_dtype, routing_fingerprint
 from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode
 from lrmoe.ops.permute import count_per_expert, sort_by_expert
-from lrmoe.parallel.agreement import Terms, gather_loads
+from lrmoe.parallel.agreement import Loads, Terms, agree_on_engine, gather_loads
 from lrmoe.parallel.balance_meter import BalanceMeter
 from lrmoe.parallel.call import Call
 from lrmoe.parallel.collectives import Traffic
@@ -79,10 +81,12 @@ class ExpertParallel:
         found = dist.group.WORLD if group is None else group
         if found is None:
             raise ValueError("there is no process group: call torch.distributed.init_process_group first")
+        if not isinstance(found, dist.ProcessGroup) and found != dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"group={found!r} must be a torch.distributed.ProcessGroup, or None for the default group")
+        if not isinstance(found, dist.ProcessGroup) or found.rank() < 0:
+            raise ValueError("this process is no member of the group; make an ExpertParallel on the group's ranks only")
         self.group = found
         self.rank, self.size = found.rank(), found.size()
-        if self.rank < 0:
-            raise ValueError("this process is no member of the group; make an ExpertParallel on the group's ranks only")
         self.num_experts = require_count("num_experts", num_experts, least=1)
         if self.size > self.num_experts:
             raise ValueError(
@@ -91,24 +95,33 @@ class ExpertParallel:
             )
         homes = home_ranks(self.num_experts, self.size)
         self.local_experts = range(homes.index(self.rank), homes.index(self.rank) + homes.count(self.rank))
+        own = not isinstance(policy, str)
         if isinstance(policy, str):
             options = {} if capacity is None else {"capacity": capacity}
             policy = get(policy, slots=require_count("slots", slots), **options)
         elif capacity is not None:
             raise ValueError(f"capacity={capacity!r} is for policies given by name; give it to the policy itself")
+        elif not all(hasattr(policy, part) for part in ("name", "slots", "plan", "observe")):
+            raise ValueError(
+                f"policy={policy!r} is neither the name of a policy nor one, see lrmoe.balance.policy.Policy; "
+                'choose e.g. "lrmoe"'
+            )
         self.policy = policy
         self.config = require_config(config)
         divisor = float(require_number("gradient_divisor", gradient_divisor))
-        if not divisor > 0:
-            raise ValueError(f"gradient_divisor={gradient_divisor!r} must be > 0, e.g. the number of ranks")
+        if not 0 < divisor < math.inf:
+            raise ValueError(f"gradient_divisor={gradient_divisor!r} must be > 0 and finite, e.g. the number of ranks")
         self.gradient_divisor = divisor
-        if timeout_s is not None and not require_number("timeout_s", timeout_s) > 0:
-            raise ValueError(f"timeout_s={timeout_s!r} must be > 0 seconds, or None for the group's own timeout")
+        if timeout_s is not None and not 0 < require_number("timeout_s", timeout_s) < math.inf:
+            raise ValueError(
+                f"timeout_s={timeout_s!r} must be > 0 seconds and finite, or None for the group's own timeout"
+            )
         self.timeout_s = timeout_s
         self.clock = clock
         self.slots = ReplicaSlots()
         self.traffic = Traffic()
-        self._book = PlanBook(policy)
+        self._book = PlanBook(policy, own=own)
+        self._met = False
         self._balance = BalanceMeter()
 
     def local(self, weight: Tensor) -> Tensor:
@@ -160,9 +173,13 @@ class ExpertParallel:
             BudgetExceeded: on all ranks, if the policy has no plan that fits its capacity.
             RankFailure: if a rank does not come within the timeout.
         """
-        step, layer, microbatch = (
-            require_count(name, value) for name, value in (("step", step), ("layer", layer), ("microbatch", microbatch))
-        )
+        try:
+            step, layer, microbatch = (
+                require_count(name, value)
+                for name, value in (("step", step), ("layer", layer), ("microbatch", microbatch))
+            )
+        except ValueError as error:
+            self._refuse(x_TD, error)
         clock = Clock(self.config, step=step, microbatch=microbatch)
         return self._run(
             (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
@@ -236,9 +253,6 @@ class ExpertParallel:
         config, drop = clock.config, float(clock.drop)
         seed, step, microbatch = clock.position_3.tolist()
         layer, handle = identity_2.tolist()
-        problem: ValueError | RuntimeError | None = None
-        terms, pair_L = None, torch.empty(0, dtype=torch.int64)
-        real_E = masked_E = torch.zeros(self.num_experts, dtype=torch.int64, device=_device_of(x_TD))
         try:
             dtype, train = self._check(tensors, activation)
             ids_TK = ids_TK.to(torch.int64)
@@ -248,7 +262,6 @@ class ExpertParallel:
             if mask_T is not None:
                 real_ids_TK = torch.where(mask_T.unsqueeze(-1), ids_TK, -1)
                 real_E = count_per_expert(real_ids_TK.reshape(-1), self.num_experts)
-            masked_E = count_E - real_E
             terms = Terms(
                 width=x_TD.shape[1],
                 expert_width=tensors[4].shape[2],
@@ -261,27 +274,18 @@ class ExpertParallel:
                 layer=layer,
                 drop=drop,
                 training=train,
+                biases=tuple(bias is not None for bias in weights[2:]),
                 gradients=tuple(t is not None and t.requires_grad for t in (x_TD, alpha_TK, *weights)),
             )
-        except (ValueError, RuntimeError) as error:
-            problem = error
-        loads = gather_loads(
-            terms,
-            real_E,
-            masked_E,
-            self.group,
-            recording=is_recording(),
-            timeout_s=self.timeout_s,
-            traffic=self.traffic,
-        )
-        if problem is not None:
-            raise problem
+        except Exception as error:  # Whatever it is: the other ranks must not wait for this one.
+            self._refuse(x_TD, error)
+        loads = self._gather_loads(terms, real_E, count_E - real_E)
         line = Line(self.group, self.timeout_s, self.traffic, self.clock)
         with line.phase("plan"):
-            plan = self._book.plan(
+            plan, first = self._book.plan(
                 loads.real_GE,
                 loads.masked_GE,
-                layer_key=handle,
+                layer_key=(handle, layer),
                 layer=layer,
                 step=step,
                 microbatch=microbatch,
@@ -291,7 +295,7 @@ class ExpertParallel:
             )
             masked_N = None if mask_T is None else ~mask_T.repeat_interleave(ids_TK.shape[1])
             layout = lay_out(plan, pair_L, masked_N, loads.masked_GE, self.rank)
-        if train:
+        if first:
             self._balance.add(plan)
         call = Call(
             layout=layout,
@@ -323,10 +327,43 @@ class ExpertParallel:
         )
         return out_TD.to(x_TD.dtype)
 
+    def _gather_loads(self, terms: Terms | None, real_E: Tensor, masked_E: Tensor) -> Loads:
+        options: dict[str, Any] = {"timeout_s": self.timeout_s, "traffic": self.traffic}
+        if not self._met:
+            agree_on_engine(self._description(), self.group, real_E.device, **options)
+            self._met = True
+        return gather_loads(terms, real_E, masked_E, self.group, recording=is_recording(), **options)
+
+    def _refuse(self, x_TD: object, error: Exception) -> NoReturn:
+        """Tells the other ranks, which already wait for this one's loads, and raises ``error``."""
+        device = x_TD.device if isinstance(x_TD, Tensor) else torch.device("cpu")
+        nothing_E = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
+        try:
+            self._gather_loads(None, nothing_E, nothing_E)
+        except RuntimeError as other:
+            raise error from other
+        raise error
+
+    def _description(self) -> dict[str, object]:
+        """What all ranks must have given their engines."""
+        options = {
+            name: value for name, value in vars(self.policy).items() if isinstance(value, int | float | str | None)
+        }
+        if not isinstance(self.policy, ExactPolicy):
+            options = {}  # What is in there may be of this rank alone.
+        options["slots"] = self.policy.slots
+        return {
+            "num_experts": self.num_experts,
+            "policy": f"{self.policy.name!r} with {', '.join(f'{name}={options[name]!r}' for name in sorted(options))}",
+            "gradient_divisor": self.gradient_divisor,
+        }
+
     def _check(self, tensors: _Tensors, activation: str) -> tuple[torch.dtype, bool]:
         """(dtype of the products, whether a backward may follow), of arguments found right."""
         x_TD, ids_TK, alpha_TK, *weights, _ = tensors
         check_arguments(*tensors)
+        for name, tensor in zip(_NAMES, tensors, strict=True):
+            _check_plain(name, tensor)
         if tensors[3].shape[0] != len(self.local_experts):
             raise ValueError(
                 f"gate_up_proj has {tensors[3].shape[0]} experts; rank {self.rank} owns {len(self.local_experts)} of "
@@ -335,6 +372,7 @@ class ExpertParallel:
             )
         check_ids(ids_TK, self.num_experts)
         dtype = product_dtype(x_TD, tensors[3], activation)
+        activations.get(activation)
         trainable = (x_TD, alpha_TK, *weights)
         check_not_forward_mode(*trainable)
         return dtype, torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trainable)
@@ -343,5 +381,29 @@ class ExpertParallel:
 _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
-def _device_of(x: object) -> torch.device:
-    return x.device if isinstance(x, Tensor) else torch.device("cpu")
+_NAMES = (
+    "x_TD",
+    "topk_ids_TK",
+    "topk_weights_TK",
+    "gate_up_proj",
+    "down_proj",
+    "gate_up_bias",
+    "down_bias",
+    "token_mask_T",
+)
+
+
+def _check_plain(name: str, tensor: Tensor | None) -> None:
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return
+    text = ", ".join(map(str, placements))
+    if any(getattr(placement, "dim", 0) != 0 for placement in placements):
+        raise ValueError(
+            f"{name} is sharded inside the experts ({text}): every rank would see a part of each norm and gradient; "
+            "expert tensor parallelism is not supported, give each rank whole experts"
+        )
+    raise ValueError(
+        f"{name} is a DTensor ({text}); give this rank's own part as a plain tensor, e.g. by .to_local(), or, of "
+        "parameters that FSDP2 shards, inside the forward of the module that it wraps"
+    )
