@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ class LRMoE(ExactPolicy):
         extra = int(quota_E.sum()) - sum(home.quota_E)
         return _finish(lam_GE, home, found, extra)
 
-    def _placement(self, load_E: list[int], quota_E: list[int], num_ranks: int) -> Placement:
+    def _placement(self, load_E: Sequence[int], quota_E: Sequence[int], num_ranks: int) -> Placement:
         homes = home_ranks(len(load_E), num_ranks)
         return Placement(load_E, quota_E, homes, num_ranks, self.forward_cost, self.backward_cost)
 
@@ -123,40 +124,78 @@ class LRMoE(ExactPolicy):
             min(quota, max(math.ceil(self.min_keep * load), 1))
             for load, quota in zip(home.load_E, home.quota_E, strict=True)
         ]
-        for attempt in itertools.count():
-            if home.most <= capacity:
-                return home, found_of(home, [])
-            found = fewest(home, capacity, self.slots)
-            if found is not None:
-                return home, found
-            short = closest(home, capacity, self.slots)
-            # With few rows missing, one less may turn the rounding of another: from the fifth time on more and more.
-            quota_E = self._shrunk(home, short, floor_E, capacity, more=2 ** max(attempt - 3, 0) - 1)
-            if quota_E is None:
+        floored = self._placement(home.load_E, floor_E, len(home.demand_G))
+        if (found := fewest(home, capacity, self.slots)) is not None:
+            return home, found
+        # Fast, and where that shrinks past what fits, slowly.
+        for growth in (2.0, 1.2):
+            above, fits = self._shrink(home, floor_E, capacity, growth)
+            if fits is not None:
+                break
+        else:
+            above, fits = home, floored
+            if fewest(floored, capacity, self.slots) is None:
                 mend = f"Every expert that could help is down to its least (min_keep={self.min_keep:g}): lower it, "
-                floored = self._placement(list(home.load_E), floor_E, len(home.demand_G))
                 raise self._exceeded(floored, capacity, least_level(floored, self.slots), mend)
-            home = self._placement(list(home.load_E), quota_E, len(home.demand_G))
-        raise AssertionError("unreachable: the count has no end")
+        # Between the quotas that do not fit and those that do may be larger ones that do.
+        for _ in range(4):
+            quota_E = [(a + b) // 2 for a, b in zip(above.quota_E, fits.quota_E, strict=True)]
+            middle = self._placement(home.load_E, quota_E, len(home.demand_G))
+            if closest(middle, capacity, self.slots).most <= capacity:
+                fits = middle
+            else:
+                above = middle
+        return fits, fewest(fits, capacity, self.slots) or closest(fits, capacity, self.slots)
+
+    def _shrink(
+        self, home: Placement, floor_E: list[int], capacity: float, growth: float
+    ) -> tuple[Placement, Placement | None]:
+        """The last quotas that do not fit, and the first that do; None where quotas end before.
+
+        An export gets smaller with its expert's quota, so that a little stays missing each time: from the fourth time
+        on, ``growth`` times as much is taken as the time before in proportion to what is missing.
+        """
+        short = closest(home, capacity, self.slots)
+        for attempt in itertools.count():
+            quota_E = self._shrunk(home, short, floor_E, capacity, times=growth ** max(attempt - 2, 0))
+            if quota_E is None:
+                break
+            lower = self._placement(home.load_E, quota_E, len(home.demand_G))
+            short = closest(lower, capacity, self.slots)
+            if short.most <= capacity:
+                return home, lower
+            home = lower
+        return home, None
 
     def _shrunk(
-        self, home: Placement, short: Found, floor_E: list[int], capacity: float, more: int
+        self, home: Placement, short: Found, floor_E: list[int], capacity: float, times: float
     ) -> list[int] | None:
-        """Quotas lower by what ``short`` leaves above the capacity, and ``more`` rows a rank; None if none can be.
+        """Quotas lower by ``times`` what ``short`` leaves above the capacity; None if none can be lowered.
 
-        First those of the overfull ranks' experts; where these are all down to their floor, everybody's, which makes
-        room for more exports. In proportion to what each expert can give.
+        First of what the overfull ranks' experts keep at home, so that the exports can stay what they are; then of all
+        that these experts keep; where they are all down to their floor, of everybody's, which makes room for more
+        exports. In proportion to what each can give.
         """
         if self.backward_cost == 0:
             return None
+        moved_E = [0] * len(home.quota_E)
+        for expert, _, _, kept in short.exports:
+            moved_E[expert] += kept
+        room_E = [quota - floor for quota, floor in zip(home.quota_E, floor_E, strict=True)]
+        at_home_E = [
+            max(min(room, quota - moved - 1), 0)
+            for room, quota, moved in zip(room_E, home.quota_E, moved_E, strict=True)
+        ]
         quota_E = list(home.quota_E)
         missing = 0
         for rank, demand in enumerate(short.demand_G):
             if demand > capacity:
-                rows = math.ceil((demand - capacity) / self.backward_cost) + more
-                missing += _take(quota_E, floor_E, home.experts_G[rank], rows)
+                rows = math.ceil(times * (demand - capacity) / self.backward_cost)
+                experts = home.experts_G[rank]
+                is_enough = sum(at_home_E[e] for e in experts) >= rows
+                missing += _take(quota_E, at_home_E if is_enough else room_E, experts, rows)
         if quota_E == home.quota_E:
-            _take(quota_E, floor_E, range(len(quota_E)), missing)
+            _take(quota_E, room_E, range(len(quota_E)), missing)
         return None if quota_E == home.quota_E else quota_E
 
     def _ultraep(self, home: Placement, lam_GE: Tensor, level: float) -> list[Found]:
@@ -197,9 +236,9 @@ def _finish(lam_GE: Tensor, home: Placement, found: Found, extra: int) -> Plan:
     return Plan(hosts, rows_EG, quota_EG, lam_GE, extra)
 
 
-def _take(quota_E: list[int], floor_E: list[int], experts: list[int] | range, rows: int) -> int:
+def _take(quota_E: list[int], room_E: list[int], experts: list[int] | range, rows: int) -> int:
     """Lowers the quotas of ``experts`` in place by ``rows``, and returns how many rows are still missing."""
-    room = [quota_E[e] - floor_E[e] for e in experts]
+    room = [room_E[e] for e in experts]
     given = min(rows, sum(room))
     for expert, part in zip(experts, proportional(room, given), strict=True):
         quota_E[expert] -= part

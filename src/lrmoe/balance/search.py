@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 Export = tuple[int, int, int, int]
 """(expert, rank, rows, kept) of a replica."""
@@ -97,8 +98,100 @@ def found_of(placement: Placement, exports: Iterable[tuple[int, int, int]]) -> F
     return Found(tuple(full), demand_G, sum(rows for _, _, rows, _ in full))
 
 
+Order = Literal["largest", "smallest", "fullest"]
+"""Which overfull rank exports next: the one with the largest excess until it is done, the one with the smallest until
+it is done, or, one export at a time, whichever is the fullest by then."""
+
+_PASSES: tuple[tuple[bool, Order], ...] = (
+    (False, "largest"),
+    (True, "largest"),
+    (False, "fullest"),
+    (True, "smallest"),
+    (True, "fullest"),
+    (False, "smallest"),
+)
+"""(best_fit, order) of each pass. None is best for all loads; the first is UltraEP's."""
+
+
+class _Pass:
+    """One greedy pass; see :func:`export`."""
+
+    def __init__(self, placement: Placement, level: float, slots: int, best_fit: bool) -> None:
+        self.placement, self.level, self.best_fit = placement, level, best_fit
+        self.rows_G, self.kept_G = list(placement.rows_G), list(placement.kept_G)
+        self.demand_G = list(placement.demand_G)
+        # Ranks with room and a free slot, by room; among equals the lower rank last.
+        self.places = sorted((level - demand, -r) for r, demand in enumerate(self.demand_G) if demand < level and slots)
+        self.free_G = [slots] * len(self.demand_G)
+        # Of each rank: the place in its list of experts, what the expert there has left to give, and who took of it.
+        self.next_G = [0] * len(self.demand_G)
+        self.spare_G = [0] * len(self.demand_G)
+        self.taken_G: list[set[int]] = [set() for _ in self.demand_G]
+        for source in range(len(self.demand_G)):
+            self._start(source)
+        self.exports: list[Export] = []
+        self.moved_rows = 0
+
+    def _start(self, source: int) -> None:
+        experts, at = self.placement.experts_G[source], self.next_G[source]
+        # One kept row stays at home.
+        self.spare_G[source] = self.placement.quota_E[experts[at]] - 1 if at < len(experts) else 0
+        self.taken_G[source] = set()
+
+    def is_over(self, source: int) -> bool:
+        return self.demand_G[source] > self.level
+
+    def step(self, source: int) -> bool:
+        """One export of ``source``, of its largest expert that has something to give; False if there is none."""
+        experts = self.placement.experts_G[source]
+        while self.next_G[source] < len(experts):
+            if self.spare_G[source] > 0 and self._export(source, experts[self.next_G[source]]):
+                return True
+            self.next_G[source] += 1
+            self._start(source)
+        return False
+
+    def _export(self, source: int, expert: int) -> bool:
+        load, quota, cost = self.placement.load_E[expert], self.placement.quota_E[expert], self.placement.cost
+        level, places, taken, spare = self.level, self.places, self.taken_G[source], self.spare_G[source]
+        rows_G, kept_G = self.rows_G, self.kept_G
+        open_places = [place for place in places if -place[1] not in taken] if taken else places
+        if not open_places:
+            return False
+        per_row = cost(load, quota) / quota
+        kept = max(int((self.demand_G[source] - level) / per_row), 1)
+        # Rows are whole, so that the estimate may be one or two short.
+        while kept < spare and cost(rows_G[source] - load * kept // quota, kept_G[source] - kept) > level:
+            kept += 1
+        kept = min(kept, spare)
+        wanted = cost(load * kept // quota, kept)
+        at = bisect_left(open_places, (wanted, -len(rows_G))) if self.best_fit else -1
+        place = open_places[at if at < len(open_places) else -1]
+        target = -place[1]
+        if place[0] < wanted:
+            kept = min(kept, int(place[0] / per_row) + 1)
+        while kept and cost(rows_G[target] + load * kept // quota, kept_G[target] + kept) > level:
+            kept -= 1
+        if kept == 0:
+            return False
+        rows = load * kept // quota
+        self.exports.append((expert, target, rows, kept))
+        self.moved_rows += rows
+        self.spare_G[source] -= kept
+        taken.add(target)
+        for rank, sign in ((source, -1), (target, 1)):
+            rows_G[rank] += sign * rows
+            kept_G[rank] += sign * kept
+            self.demand_G[rank] = cost(rows_G[rank], kept_G[rank])
+        del places[bisect_left(places, place)]
+        self.free_G[target] -= 1
+        if self.free_G[target] and self.demand_G[target] < level:
+            insort(places, (level - self.demand_G[target], -target))
+        return True
+
+
 def export(
-    placement: Placement, level: float, *, slots: int, best_fit: bool, largest_first: bool, partial: bool = False
+    placement: Placement, level: float, *, slots: int, best_fit: bool, order: Order, partial: bool = False
 ) -> Found | None:
     """One deterministic greedy pass: every rank above ``level`` exports until it is not, its largest expert first.
 
@@ -106,90 +199,40 @@ def export(
         slots: replicas a rank may hold.
         best_fit: export to the rank with the *least* room that takes all that is needed, if one does; else, and
             without this, to the one with the most.
-        largest_first: serve the rank with the largest excess first, or last.
+        order: of the ranks that export.
         partial: go on where a rank cannot get under the level, and return what was done.
 
     Returns:
         What was found, or None if a rank stays above the level and this is not ``partial``.
     """
-    load_E, quota_E, cost = placement.load_E, placement.quota_E, placement.cost
-    rows_G, kept_G, demand_G = list(placement.rows_G), list(placement.kept_G), list(placement.demand_G)
-    # Ranks with room and a free slot, by room; among equals the lower rank last.
-    places = sorted((level - demand, -r) for r, demand in enumerate(demand_G) if demand < level and slots)
-    free_G = [slots] * len(demand_G)
-    sources = [r for r, demand in enumerate(demand_G) if demand > level]
-    sources.sort(key=lambda r: -demand_G[r] if largest_first else demand_G[r])
-    exports: list[Export] = []
-    moved = 0
-    for source in sources:
-        for expert in placement.experts_G[source]:
-            load, quota = load_E[expert], quota_E[expert]
-            spare = quota - 1  # One kept row stays at home.
-            if spare <= 0:
-                continue
-            per_row = cost(load, quota) / quota
-            taken: set[int] = set()
-            while demand_G[source] > level and spare > 0:
-                open_places = [place for place in places if -place[1] not in taken] if taken else places
-                if not open_places:
-                    break
-                kept = max(int((demand_G[source] - level) / per_row), 1)
-                # Rows are whole, so that the estimate may be one or two short.
-                while kept < spare and cost(rows_G[source] - load * kept // quota, kept_G[source] - kept) > level:
-                    kept += 1
-                kept = min(kept, spare)
-                at = bisect_left(open_places, (cost(load * kept // quota, kept), -len(demand_G))) if best_fit else -1
-                place = open_places[at if at < len(open_places) else -1]
-                target = -place[1]
-                if place[0] < cost(load * kept // quota, kept):
-                    kept = min(kept, int(place[0] / per_row) + 1)
-                while kept and cost(rows_G[target] + load * kept // quota, kept_G[target] + kept) > level:
-                    kept -= 1
-                if kept == 0:
-                    break
-                rows = load * kept // quota
-                exports.append((expert, target, rows, kept))
-                moved += rows
-                spare -= kept
-                taken.add(target)
-                rows_G[source] -= rows
-                kept_G[source] -= kept
-                demand_G[source] = cost(rows_G[source], kept_G[source])
-                rows_G[target] += rows
-                kept_G[target] += kept
-                demand_G[target] = cost(rows_G[target], kept_G[target])
-                del places[bisect_left(places, place)]
-                free_G[target] -= 1
-                if free_G[target] and demand_G[target] < level:
-                    insort(places, (level - demand_G[target], -target))
-            if demand_G[source] <= level:
-                break
-        if demand_G[source] > level and not partial:
-            return None
-    return Found(tuple(exports), tuple(demand_G), moved)
-
-
-_PASSES = ((False, True), (True, True), (True, False), (False, False))
-"""(best_fit, largest_first) of each pass. No order is best for all loads; the first is UltraEP's."""
+    run = _Pass(placement, level, slots, best_fit)
+    over = [r for r in range(len(run.demand_G)) if run.is_over(r)]
+    over.sort(key=lambda r: run.demand_G[r] if order == "smallest" else -run.demand_G[r])
+    while over:
+        source = over[0] if order != "fullest" else max(over, key=lambda r: (run.demand_G[r], -r))
+        if not run.step(source):
+            if not partial:
+                return None
+            over.remove(source)
+        elif not run.is_over(source):
+            over.remove(source)
+    return Found(tuple(run.exports), tuple(run.demand_G), run.moved_rows)
 
 
 def fewest(placement: Placement, level: float, slots: int, others: Iterable[Found] = ()) -> Found | None:
     """The best of all passes, and of ``others``, that brings every rank under ``level``; None if none does."""
     if sum(placement.demand_G) > level * len(placement.demand_G) * (1 + 1e-12):
         return None
-    passes = [
-        export(placement, level, slots=slots, best_fit=best_fit, largest_first=largest_first)
-        for best_fit, largest_first in _PASSES
-    ]
+    passes = [export(placement, level, slots=slots, best_fit=best_fit, order=order) for best_fit, order in _PASSES]
     fitting = [found for found in (*passes, *others) if found is not None and found.most <= level]
     return min(fitting, key=lambda found: found.rank_key, default=None)
 
 
 def closest(placement: Placement, level: float, slots: int) -> Found:
-    """The pass that leaves the least above ``level``."""
+    """The pass that leaves the least above ``level``, of those that differ most."""
     passes = []
-    for best_fit, largest_first in _PASSES:
-        found = export(placement, level, slots=slots, best_fit=best_fit, largest_first=largest_first, partial=True)
+    for best_fit, order in _PASSES[:3]:
+        found = export(placement, level, slots=slots, best_fit=best_fit, order=order, partial=True)
         assert found is not None  # As a partial pass always returns.
         passes.append(found)
     return min(passes, key=lambda found: (found.excess(level), found.rank_key))
@@ -199,11 +242,11 @@ def least_level(placement: Placement, slots: int) -> float:
     """The least level that the passes reach, to half the cost of one row; :func:`fewest` finds a plan at it."""
 
     def reached(level: float) -> float | None:
-        for best_fit, largest_first in _PASSES[:3]:
-            found = export(placement, level, slots=slots, best_fit=best_fit, largest_first=largest_first)
+        for best_fit, order in _PASSES[:4]:
+            found = export(placement, level, slots=slots, best_fit=best_fit, order=order)
             if found is not None:
                 # Mostly the same pass gets as low with no room to spare; not always, as it is a greedy one.
-                lower = export(placement, found.most, slots=slots, best_fit=best_fit, largest_first=largest_first)
+                lower = export(placement, found.most, slots=slots, best_fit=best_fit, order=order)
                 return level if lower is None else found.most
         return None
 
