@@ -361,9 +361,9 @@ class ExpertParallel:
     def _check(self, tensors: _Tensors, activation: str) -> tuple[torch.dtype, bool]:
         """(dtype of the products, whether a backward may follow), of arguments found right."""
         x_TD, ids_TK, alpha_TK, *weights, _ = tensors
-        check_arguments(*tensors)
         for name, tensor in zip(_NAMES, tensors, strict=True):
             _check_plain(name, tensor)
+        check_arguments(*tensors)
         if tensors[3].shape[0] != len(self.local_experts):
             raise ValueError(
                 f"gate_up_proj has {tensors[3].shape[0]} experts; rank {self.rank} owns {len(self.local_experts)} of "
