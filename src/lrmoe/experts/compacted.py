@@ -165,10 +165,11 @@ def kept_gradients(
     del grad_MD, scaled_phi_MF
     if needs.gate_up_bias:
         dgate_up_bias = grouped_sum(dh_M2F, rows.offs_E).to(dh_M2F.dtype)
-    if needs.x:
-        dx_MD = grouped_mm(dh_M2F, bank.gate_up_proj, rows.offs_E)
+    # Last what outlives this function: the gathered input is gone by then.
     if needs.gate_up_proj:
         dgate_up = grouped_wgrad(dh_M2F, saved.x_XD.index_select(0, rows.source_M), rows.offs_E)
+    if needs.x:
+        dx_MD = grouped_mm(dh_M2F, bank.gate_up_proj, rows.offs_E)
     return RowGradients(dx_MD, dalpha_M, dgate_up, ddown, dgate_up_bias, ddown_bias)
 
 
