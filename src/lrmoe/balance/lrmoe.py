@@ -35,7 +35,7 @@ class LRMoE(ExactPolicy):
         capacity: what a rank may hold: the memory budget. With a drop, quotas shrink further where the slots do not
             suffice, and the plan says by how much (``extra_dropped``); without a drop nothing ever is left out.
         target: without a capacity, how much of the mean demand a rank may have; where the slots do not suffice, the
-            least that can be reached.
+            least that can be reached, to 0.2 % of the mean.
         min_keep: share of its rows that an expert keeps at least when quotas shrink for a capacity.
         threshold: without a capacity, the largest home demand over the mean from which on replicas are planned.
 
@@ -103,7 +103,7 @@ class LRMoE(ExactPolicy):
         others = self._ultraep(home, lam_GE, level) if exact else []
         found = fewest(home, level, self.slots, others)
         if found is None:
-            level = min([least_level(home, self.slots), *(other.most for other in others)])
+            level = min([least_level(home, self.slots, relative=0.002), *(other.most for other in others)])
             found = fewest(home, level, self.slots, others)
         return found or found_of(home, [])
 

@@ -238,11 +238,16 @@ def closest(placement: Placement, level: float, slots: int) -> Found:
     return min(passes, key=lambda found: (found.excess(level), found.rank_key))
 
 
-def least_level(placement: Placement, slots: int) -> float:
-    """The least level that the passes reach, to half the cost of one row; :func:`fewest` finds a plan at it."""
+def least_level(placement: Placement, slots: int, *, relative: float = 0.0) -> float:
+    """The least level that the passes reach; :func:`fewest` finds a plan at it.
+
+    Args:
+        slots: replicas a rank may hold.
+        relative: how far above the least it may be, as a fraction of the mean; at best half the cost of one row.
+    """
 
     def reached(level: float) -> float | None:
-        for best_fit, order in _PASSES[:4]:
+        for best_fit, order in _PASSES[:3]:
             found = export(placement, level, slots=slots, best_fit=best_fit, order=order)
             if found is not None:
                 # Mostly the same pass gets as low with no room to spare; not always, as it is a greedy one.
@@ -251,7 +256,7 @@ def least_level(placement: Placement, slots: int) -> float:
         return None
 
     low, high, level = placement.mean, placement.most, placement.mean
-    step = max(placement.cost(1, 1) / 2, high * 1e-9)
+    step = max(placement.cost(1, 1) / 2, relative * placement.mean, high * 1e-9)
     while high > low:
         found = reached(level)
         if found is None:
