@@ -3,7 +3,17 @@
 from lrmoe.parallel.collectives import RankFailure
 from lrmoe.parallel.expert_parallel import ExpertParallel
 from lrmoe.parallel.expert_parameters import is_expert, mark_experts
+from lrmoe.parallel.gradients import clip_grad_norm_, total_norm
 from lrmoe.parallel.metrics import global_metrics
 from lrmoe.parallel.parallelize import parallelize
 
-__all__ = ["ExpertParallel", "RankFailure", "global_metrics", "is_expert", "mark_experts", "parallelize"]
+__all__ = [
+    "ExpertParallel",
+    "RankFailure",
+    "clip_grad_norm_",
+    "global_metrics",
+    "is_expert",
+    "mark_experts",
+    "parallelize",
+    "total_norm",
+]
