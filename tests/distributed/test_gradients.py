@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from distributed.tiny_run import TinyRun
 from distributed.world import run_world
 from torch import Tensor, nn
 
@@ -204,3 +205,26 @@ def on_mesh(group: dist.ProcessGroup) -> list[float]:
 def test_a_dtensor_counts_by_its_own_mesh() -> None:
     for norms in run_world(2, on_mesh):
         assert norms == [pytest.approx(math.sqrt(24))] * 3
+
+
+def with_policy(group: dist.ProcessGroup, policy: str) -> tuple[float, int, float, float]:
+    run = TinyRun(group, policy=policy, drop=0.0)
+    run.backward()
+    norm = total_norm(run.model, group=group)
+    square = torch.zeros((), dtype=torch.float64)
+    for p in run.model.parameters():
+        assert p.grad is not None
+        part = p.grad.double().square().sum()
+        square += all_reduce(part, group, what="check") if is_expert(p) else part
+    return norm.item(), sum(p.numel() for p in run.model.parameters()), run.ep.metrics()["replicas"], square.item()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_case_15_replicas_change_neither_norm_nor_parameters(size: int) -> None:
+    fixed, replicated = run_world(size, with_policy, "fixed"), run_world(size, with_policy, "ultraep")
+    for (norm, count, replicas, square), (other, other_count, other_replicas, _) in zip(fixed, replicated, strict=True):
+        assert replicas == 0
+        assert other_replicas > 0
+        assert count == other_count
+        assert norm == pytest.approx(math.sqrt(square), rel=1e-6)
+        assert other == pytest.approx(norm, rel=1e-5)

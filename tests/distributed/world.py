@@ -25,6 +25,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 POOL = 4
@@ -80,6 +81,13 @@ def close() -> None:
         _pool = None
 
 
+def fork_server() -> ForkServerContext:
+    """Starts processes in a moment: what all need is imported once, before there is any thread, and then forked."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.checkpoint", "lrmoe.parallel"])
+    return context
+
+
 class _Pool:
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -88,9 +96,7 @@ class _Pool:
         self.calls = 0
         # Held here, so that it outlives any rank.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        # The fork server imports what all need once; it has no threads yet when it forks.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "lrmoe.parallel"])
+        context = fork_server()
         self.ends: list[Connection] = []
         self.processes = []
         for number in range(POOL):
