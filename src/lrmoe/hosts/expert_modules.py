@@ -16,6 +16,9 @@ from lrmoe.experts import activations
 # An instance of a class decorated with `use_experts_implementation`; what it has is known by its attributes alone.
 Experts = Any
 
+# Where an expert module keeps what brings it its tokens under expert parallelism, if that is this library.
+EXPERT_PARALLEL = "_lrmoe_expert_parallel"
+
 _DECORATED = ("config", "has_gate", "has_bias", "is_transposed", "is_concatenated", "_is_expert_parallel")
 _WEIGHTS = ("gate_up_proj", "down_proj")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -16,6 +16,7 @@ from transformers.trainer_callback import (
 from transformers.training_args import TrainingArguments
 
 from lrmoe.control import Recalibrator
+from lrmoe.hosts.expert_modules import EXPERT_PARALLEL
 
 # The scalars of Recalibrator.metrics() that go into the Trainer's logs, as "lrmoe/<name>".
 LOGGED = ("drop", "kept_share", "kept_importance_share", "variance_share", "load_max_over_mean")
@@ -26,7 +27,9 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
 
     ``Trainer(..., callbacks=[RecalibrationCallback(recal)])`` puts the metrics into the Trainer's history and its
     console output. Reporters (TensorBoard, W&B, ...) run before callbacks that are passed in; to have the metrics there
-    too, use :meth:`add_to` instead. The metrics are those of this process.
+    too, use :meth:`add_to` instead. The metrics are those of this process, or, where the experts are spread over ranks
+    by ``ep_implementation="lrmoe"``, of all ranks together; the policy that balances the ranks is then moved along and
+    resumed too.
 
     The recalibrator's state is kept in the checkpoint's ``trainer_state.json``, so
     ``trainer.train(resume_from_checkpoint=...)`` continues with the draws the interrupted run would have made. The
@@ -37,7 +40,8 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
         recal: what :func:`lrmoe.attach` returned; default: the one attached to the Trainer's model.
 
     Attributes:
-        metrics: what :meth:`Recalibrator.metrics` gave at the last training log; None before.
+        metrics: what :meth:`Recalibrator.metrics` gave at the last training log; None before. Where ranks share the
+            experts, ``parallel`` in it is what :meth:`lrmoe.parallel.ExpertParallel.metrics` gave.
     """
 
     def __init__(self, recal: Recalibrator | None = None) -> None:
@@ -85,14 +89,19 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
             self.recal.set_step(state.global_step)
         else:
             self.recal.load_state_dict(saved["recalibrator"])
+            self._resume_policy(saved.get("balancer"))
             if state.is_world_process_zero:
                 _require_same_weights(saved["weights"], self.recal, state.global_step)
         # The Trainer fails to save where a resumed state does not know a callback.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self.recal is not None and not self.recal.steps_with_optimizer:
+        if self.recal is None:
+            return
+        if not self.recal.steps_with_optimizer:
             self.recal.step()
+        if (engine := _engine(self.recal)) is not None:
+            engine.step()
 
     def on_log(
         self,
@@ -105,7 +114,7 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
         # Evaluation and the summary at the end are logged too; they come from no backward.
         if self.recal is None or logs is None or "loss" not in logs:
             return
-        self.metrics = self.recal.metrics()
+        self.metrics = _metrics(self.recal)
         scalars = {f"lrmoe/{name}": float(self.metrics[name]) for name in LOGGED if name in self.metrics}
         logs.update(scalars)
         # The Trainer has filed this log already; `logs` is what goes to the callbacks that follow.
@@ -114,14 +123,44 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into its checkpoints for this callback."""
         recal = self.recal
-        saved = None if recal is None else {"recalibrator": recal.state_dict(), "weights": _sample_weights(recal)}
+        if recal is None:
+            return {"args": {}, "attributes": {"saved": None}}
+        engine = _engine(recal)
+        saved = {
+            "recalibrator": recal.state_dict(),
+            "weights": _sample_weights(recal),
+            "balancer": None if engine is None else engine.state_dict(),
+        }
         return {"args": {}, "attributes": {"saved": saved}}
+
+    def _resume_policy(self, saved: dict[str, Any] | None) -> None:
+        engine = None if self.recal is None else _engine(self.recal)
+        # Another policy may take over: it then begins without a history.
+        if engine is not None and saved is not None and saved["policy"] == engine.policy.name:
+            engine.load_state_dict(saved)
 
     def _saved_in(self, state: TrainerState) -> dict[str, Any] | None:
         entry = state.stateful_callbacks.get(type(self).__name__)
         if isinstance(entry, list):
             raise ValueError(f"the checkpoint was saved with {len(entry)} RecalibrationCallbacks; one is supported")
         return None if entry is None else entry["attributes"]["saved"]
+
+
+def _engine(recal: Recalibrator) -> Any:
+    """What spreads the experts over ranks, one object for all layers; None where nothing does."""
+    for module in recal.modules().values():
+        if (layer := vars(module).get(EXPERT_PARALLEL)) is not None:
+            return layer.engine
+    return None
+
+
+def _metrics(recal: Recalibrator) -> dict[str, Any]:
+    engine = _engine(recal)
+    if engine is None:
+        return recal.metrics()
+    from lrmoe.parallel import global_metrics
+
+    return {**global_metrics(recal, timeout_s=engine.timeout_s), "parallel": engine.metrics()}
 
 
 _SAMPLES = 16

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
-from lrmoe.hosts.expert_modules import Experts, weights
+from lrmoe.hosts.expert_modules import EXPERT_PARALLEL, Experts, weights
 
 if TYPE_CHECKING:
     from lrmoe.balance.policy import Policy
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["NAME", "LRMoEExpertParallel", "engines", "set_balancer"]
 
 NAME = "lrmoe"
-
-_KEPT = "_lrmoe_expert_parallel"
 
 
 class LRMoEExpertParallel(EPImplementation):  # type: ignore[misc]
@@ -46,7 +44,7 @@ class LRMoEExpertParallel(EPImplementation):  # type: ignore[misc]
         self.engine: ExpertParallel | None = None
         self.chosen = False
         # Found again by `engines` and `set_balancer`; past nn.Module's own bookkeeping, as this is no part of it.
-        object.__setattr__(experts, _KEPT, self)
+        object.__setattr__(experts, EXPERT_PARALLEL, self)
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Runs the tokens of this rank through all experts of the group; Transformers calls it with the parameters of
@@ -145,7 +143,7 @@ def engines(model: nn.Module) -> dict[str, LRMoEExpertParallel]:
 
 def of_module(module: nn.Module) -> LRMoEExpertParallel | None:
     """What brings this expert module its tokens, or None."""
-    layer = vars(module).get(_KEPT)
+    layer = vars(module).get(EXPERT_PARALLEL)
     return layer if isinstance(layer, LRMoEExpertParallel) else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import signal
@@ -195,6 +196,8 @@ def _main(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
+    # FSDP2's own layout of experts, of which DTensor tells every user that another would be faster.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     code = 1
     try:
         store = TCPStore("127.0.0.1", port, is_master=False)
