@@ -112,6 +112,8 @@ def _parser() -> argparse.ArgumentParser:
     report = verb("report", _report, "Write report.html again from the records of a run folder.")
     report.add_argument("run", type=_path, metavar="DIR", help="what train or compare wrote")
 
+    _add_balance_options(verb("balance", _balance, "Plan loads under each balancing policy, and price the replicas."))
+
     doctor = verb("doctor", _doctor, "Check the installation, and that a model's experts learn under recalibration.")
     doctor.add_argument("--model", metavar="MODEL", help="preset or checkpoint folder to check (qwen3-moe-tiny)")
     doctor.add_argument("--compile", action="store_true", help="also train a step under torch.compile (a minute)")
@@ -144,6 +146,25 @@ def _add_run_options(parser: argparse.ArgumentParser, without: tuple[str, ...]) 
             choices=choices.get(field.name),
             metavar=None if field.name in choices else ("N" if kind == "int" else "X" if kind == "float" else "PATH"),
             help=text + default,
+        )
+
+
+def _add_balance_options(parser: argparse.ArgumentParser) -> None:
+    from lrmoe.studies.balance_run import BalanceConfig
+    from lrmoe.studies.loads import SHAPES
+
+    parser.add_argument("--out", type=_path, metavar="DIR", help="folder to write the records to")
+    parser.add_argument("--overwrite", action="store_true", help="delete what lrmoe balance wrote to --out before")
+    choices = {"shape": SHAPES, "quota": get_args(Quota)}
+    for field in fields(BalanceConfig):
+        kind = str(field.type).partition(" ")[0]
+        default = "" if field.default is None else f" ({field.default:g})" if kind == "float" else f" ({field.default})"
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"),
+            type=_TRAIN_TYPES.get(kind, str),
+            choices=choices.get(field.name),
+            metavar=None if field.name in choices else {"int": "N", "float": "X"}.get(kind, "FILE"),
+            help=field.metadata["help"] + default,
         )
 
 
@@ -297,6 +318,22 @@ def _report(given: dict[str, Any]) -> int:
     from lrmoe.report import write_report
 
     print(write_report(given["run"]))
+    return 0
+
+
+def _balance(given: dict[str, Any]) -> int:
+    _need("rich")
+    from lrmoe.studies.balance_run import HEADINGS, NOTE, BalanceConfig, balance, break_even_rows, cells
+    from lrmoe.terminal import console, print_table
+
+    out, overwrite = given.pop("out", None), given.pop("overwrite", False)
+    result = balance(BalanceConfig(**given), out, overwrite=overwrite)
+    matrices, ranks, experts = result.shape
+    console.print(f"loads: {result.source}; {matrices} x {experts} experts on {ranks} ranks", markup=False)
+    print_table(HEADINGS, [cells(record) for record in result.policies], NOTE)
+    if result.break_even:
+        print_table(*break_even_rows(result.break_even), note="Expert time saved against replica traffic, a layer.")
+    console.print("\n".join(result.notes), markup=False)
     return 0
 
 

@@ -114,8 +114,7 @@ class LRMoE(ExactPolicy):
         others = self._ultraep(home, lam_GE, capacity)
         found = fewest(home, capacity, self.slots, others)
         if found is None:
-            would_fit = min([least_level(home, self.slots), *(other.most for other in others)])
-            raise self._exceeded(home, capacity, would_fit, "Without a drop nothing may be left out: set drop > 0, ")
+            raise self._exceeded(home, capacity, others, "Without a drop nothing may be left out: set drop > 0, ")
         return found
 
     def _shrinking(self, home: Placement, capacity: float) -> tuple[Placement, Found]:
@@ -136,7 +135,7 @@ class LRMoE(ExactPolicy):
             above, fits = home, floored
             if fewest(floored, capacity, self.slots) is None:
                 mend = f"Every expert that could help is down to its least (min_keep={self.min_keep:g}): lower it, "
-                raise self._exceeded(floored, capacity, least_level(floored, self.slots), mend)
+                raise self._exceeded(floored, capacity, [], mend)
         # Between the quotas that do not fit and those that do may be larger ones that do.
         for _ in range(4):
             quota_E = [(a + b) // 2 for a, b in zip(above.quota_E, fits.quota_E, strict=True)]
@@ -209,14 +208,16 @@ class LRMoE(ExactPolicy):
         probed = probe(loads, threshold, slots=self.slots, floor=None)
         return [found_of(home, exports) for exports in (planned, probed) if exports is not None]
 
-    def _exceeded(self, home: Placement, capacity: float, would_fit: float, mend: str) -> BudgetExceeded:
-        short = closest(home, capacity, self.slots)
+    def _exceeded(self, home: Placement, capacity: float, others: Sequence[Found], mend: str) -> BudgetExceeded:
+        """What the best plan needs, at no matter which level."""
+        level = min([least_level(home, self.slots), *(other.most for other in others)])
+        best = fewest(home, level, self.slots, others) or found_of(home, [])
         return BudgetExceeded(
             self.name,
-            demand=short.most,
+            demand=best.most,
             capacity=capacity,
-            rank=short.demand_G.index(short.most),
-            would_fit=would_fit,
+            rank=best.demand_G.index(best.most),
+            would_fit=level,
             mend=mend + "or allow a larger capacity or more slots.",
             unit=f" (at {self.forward_cost:g} a row and {self.backward_cost:g} a kept row)",
         )

@@ -144,7 +144,7 @@ class _Pass:
     def step(self, source: int) -> bool:
         """One export of ``source``, of its largest expert that has something to give; False if there is none."""
         experts = self.placement.experts_G[source]
-        while self.next_G[source] < len(experts):
+        while self.places and self.next_G[source] < len(experts):
             if self.spare_G[source] > 0 and self._export(source, experts[self.next_G[source]]):
                 return True
             self.next_G[source] += 1
@@ -207,6 +207,9 @@ def export(
     """
     run = _Pass(placement, level, slots, best_fit)
     over = [r for r in range(len(run.demand_G)) if run.is_over(r)]
+    room = sum(place[0] for place in run.places) * (1 + 1e-12)
+    if not partial and sum(run.demand_G[r] for r in over) - level * len(over) > room:
+        return None
     over.sort(key=lambda r: run.demand_G[r] if order == "smallest" else -run.demand_G[r])
     while over:
         source = over[0] if order != "fullest" else max(over, key=lambda r: (run.demand_G[r], -r))

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import lrmoe
 from lrmoe.balance import BudgetExceeded, Plan, Policy, get, home_ranks
 from lrmoe.balance.fixed import home_plan
 from lrmoe.balance.policy import planned_quotas
 from lrmoe.config import Quota, require_number
 from lrmoe.studies.loads import mean, scaled_loads
-from lrmoe.training.files import check_out_folder, clear_run, locked, write_json, write_records
 
 Record = dict[str, Any]
 TOKENS = tuple(2**n for n in range(6, 17))
@@ -195,23 +192,6 @@ def advice(record: Record) -> str:
         f"{policy}: replicas pay from about {record['tokens']:,.0f} tokens a rank on; below that, leave them off "
         "(slots=0)"
     )
-
-
-def check_balance(out: Path | None, *, overwrite: bool) -> None:
-    """Checks that results may be written into ``out``, without touching it; ValueError if not."""
-    if out is not None:
-        check_out_folder(out, command="balance", resume=False, overwrite=overwrite)
-
-
-def write_balance(out: Path, config: Record, records: Sequence[Record], breaks: Sequence[Record]) -> None:
-    """Writes ``metrics.jsonl`` (a record a policy), ``summary.json`` and, last, ``config.json``."""
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out):
-        clear_run(out)
-        lines = [{"step": step, **record} for step, record in enumerate(records)]
-        write_records(out / "metrics.jsonl", lines)
-        write_json(out / "summary.json", {"policies": list(records), "break_even": list(breaks)})
-        write_json(out / "config.json", {"command": "balance", "version": lrmoe.__version__, **config})
 
 
 def _size(contender: Contender, loads: Sequence[Tensor], tokens: int, expert: Expert) -> Record:
