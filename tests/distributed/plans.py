@@ -124,3 +124,34 @@ def policies(**more: Any) -> dict[str, Any]:
         "random": RandomPlans(1, repeats=True),
         "random, other": RandomPlans(2, slots=3, repeats=True),
     }
+
+
+class GivenPlans(ExactPolicy):
+    """Plans written down beforehand, one a call: of each expert that has replicas, (rank, rows, kept) of each of these;
+    what is left of its rows and quota stays at home. After the last one the first comes again."""
+
+    name = "given"
+
+    def __init__(self, *plans: dict[int, list[tuple[int, int, int]]], slots: int = 2) -> None:
+        self.plans, self.slots = plans, slots
+        self.calls = 0
+
+    def should_plan(self, lam_GE: Tensor) -> bool:
+        return True
+
+    def plan(self, lam_GE: Tensor, *, drop: float = 0.0, quota: Quota = "expert", layer: int = 0) -> Plan:
+        lam_GE = require_loads(lam_GE)
+        num_ranks, num_experts = lam_GE.shape
+        homes = home_ranks(num_experts, num_ranks)
+        given = self.plans[self.calls % len(self.plans)]
+        self.calls += 1
+        hosts = [(home, *(rank for rank, _, _ in given.get(e, ()))) for e, home in enumerate(homes)]
+        rows_EG = torch.zeros(num_experts, num_ranks, dtype=torch.int64)
+        quota_EG = torch.zeros_like(rows_EG)
+        quota_E = planned_quotas(lam_GE, drop, quota)
+        for expert, home in enumerate(homes):
+            for rank, rows, kept in given.get(expert, ()):
+                rows_EG[expert, rank], quota_EG[expert, rank] = rows, kept
+            rows_EG[expert, home] = lam_GE[:, expert].sum() - rows_EG[expert].sum()
+            quota_EG[expert, home] = quota_E[expert] - quota_EG[expert].sum()
+        return Plan(tuple(hosts), rows_EG, quota_EG, lam_GE)
