@@ -128,12 +128,15 @@ def policies(**more: Any) -> dict[str, Any]:
 
 class GivenPlans(ExactPolicy):
     """Plans written down beforehand, one a call: of each expert that has replicas, (rank, rows, kept) of each of these;
-    what is left of its rows and quota stays at home. After the last one the first comes again."""
+    what is left of its rows and quota stays at home. After the last one the first comes again. ``without_quota``:
+    experts that keep nothing."""
 
     name = "given"
 
-    def __init__(self, *plans: dict[int, list[tuple[int, int, int]]], slots: int = 2) -> None:
-        self.plans, self.slots = plans, slots
+    def __init__(
+        self, *plans: dict[int, list[tuple[int, int, int]]], slots: int = 2, without_quota: Sequence[int] = ()
+    ) -> None:
+        self.plans, self.slots, self.without_quota = plans, slots, without_quota
         self.calls = 0
 
     def should_plan(self, lam_GE: Tensor) -> bool:
@@ -149,6 +152,7 @@ class GivenPlans(ExactPolicy):
         rows_EG = torch.zeros(num_experts, num_ranks, dtype=torch.int64)
         quota_EG = torch.zeros_like(rows_EG)
         quota_E = planned_quotas(lam_GE, drop, quota)
+        quota_E[list(self.without_quota)] = 0
         for expert, home in enumerate(homes):
             for rank, rows, kept in given.get(expert, ()):
                 rows_EG[expert, rank], quota_EG[expert, rank] = rows, kept

@@ -154,9 +154,7 @@ def test_every_metric_and_level_quotas(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_one_rank_is_the_local_path_bit_for_bit_and_more_ranks_repeat_themselves(ranks: int) -> None:
-    """Without replicas every rank count gives the same bits here, because no kernel looks at more than its own rows;
-    promised are one rank's bits, and the same bits each time."""
+def test_one_rank_is_the_local_path_bit_for_bit_and_every_run_repeats_itself(ranks: int) -> None:
     configs = [
         {"drop": drop, "selector": selector, "save": save, "quota": quota, "router_grad": router_grad}
         for drop, selector, save, quota, router_grad in itertools.chain(

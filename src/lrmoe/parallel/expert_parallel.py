@@ -42,6 +42,9 @@ class ExpertParallel:
     that rank. Where the policy says so, other ranks compute a part of an expert's pairs on a copy of its weights for
     the length of a layer.
 
+    What a rank gets back for its tokens does not depend on the tokens of the others, but for the rounding of products
+    over other numbers of rows. Which of its pairs the backward keeps does: quotas are of an expert's whole load.
+
     Args:
         group: the process group; the default group if None. In a group of one nothing is exchanged.
         num_experts: experts of a layer, E, at least as many as ranks.
