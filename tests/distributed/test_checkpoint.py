@@ -245,6 +245,10 @@ def fsdp(group: dist.ProcessGroup, folder: str, save_it: bool, sharded: bool) ->
                 assert torch.equal(*pair), key
     if save_it:
         model.selection.copy_(torch.tensor([4, 5]))
+        del model.weight.lrmoe_expert
+        with pytest.raises(ValueError, match="the parameter weight is not the same on ranks 0 and 1 of the group"):
+            save(folder, step=0, model=model, optimizer=optimizer, group=ep)
+        mark_experts(model.weight, group=ep)
         save(folder, step=0, model=model, optimizer=optimizer, group=ep)
 
 
@@ -305,6 +309,19 @@ def fail_to_save(group: dist.ProcessGroup, folder: str) -> list[str]:
     attempt(ValueError, optimizer=uneven)
     uneven.state[model.weight] = {"momentum_buffer": torch.zeros_like(model.weight)} if rank == 0 else {}
     attempt(ValueError, optimizer=uneven)
+    # Parameters that only lost their mark, or drifted apart, and experts of another group.
+    unmarked = Experts(my_experts(4, group), mark=False)
+    with torch.no_grad():
+        unmarked.weight.fill_(rank)
+    attempt(ValueError, model=unmarked)
+    drifted = Experts(my_experts(4, group))
+    with torch.no_grad():
+        drifted.dense[1] = 1e-7 * rank
+    attempt(ValueError, model=drifted)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    elsewhere = Experts([0, 1], mark=False)
+    mark_experts(elsewhere.weight, elsewhere.bias, group=alone)
+    attempt(ValueError, model=elsewhere)
     # The disk of one rank fails while it writes.
     original = checkpoints.FileSystemWriter.write_data
 
@@ -334,7 +351,10 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path: Path) 
         assert "parameter 0 of the optimizer's group 0 is none of the model's" in messages[4]
         assert "'momentum_buffer' of weight has shape (7,), which is not by expert (2 on this rank)" in messages[5]
         assert "the experts weight have optimizer state ['momentum_buffer'] on the first rank" in messages[6]
-        assert "writing the checkpoint failed: rank 1: OSError: no space left on device" in messages[7]
+        assert "the parameter weight is not the same on ranks 0 and 1 of the group" in messages[7]
+        assert "the parameter dense is not the same on ranks 0 and 1 of the group" in messages[8]
+        assert "holds experts of the ranks [0], but group has the ranks [0, 1]" in messages[9]
+        assert "writing the checkpoint failed: rank 1: OSError: no space left on device" in messages[10]
 
 
 def fail_to_load(group: dist.ProcessGroup, folder: str) -> list[str]:
@@ -429,3 +449,23 @@ def test_half_written_checkpoints_are_passed_over(tmp_path: Path) -> None:
     other = Experts(range(2))
     load(paths[10], model=other)
     assert torch.equal(other.dense, model.dense)
+
+
+def wrapped(group: dist.ProcessGroup, folder: str) -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    experts = my_experts(3, group)
+    inner = Experts(experts)
+    outer = nn.Sequential(inner)
+    outer._ddp_params_and_buffers_to_ignore = ["0.weight", "0.bias"]  # type: ignore[assignment]
+    fill(inner, optimizer := adam(inner), experts)
+    save(folder, step=1, model=torch.compile(DistributedDataParallel(outer)), optimizer=optimizer)  # type: ignore[arg-type]
+    save(folder, step=2, model=nn.Sequential(torch.compile(inner)), optimizer=optimizer)
+    for step in (1, 2):
+        bare = Experts(experts)
+        load(Path(folder) / f"step-0000000{step}", model=nn.Sequential(bare), optimizer=(other := adam(bare)))
+        check(bare, other, experts)
+
+
+def test_wrappers_leave_no_trace_in_the_names(tmp_path: Path) -> None:
+    run_world(2, wrapped, str(tmp_path))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from distributed.tiny_run import TinyRun
 from distributed.world import run_world
 
 from lrmoe.parallel import clock as clock_module
@@ -112,3 +113,25 @@ def test_misuse() -> None:
     with clock.phase("after"):
         pass
     assert [phase.name for phase in clock.collect().phases] == ["outer", "after"]
+
+
+def timed_run(group: dist.ProcessGroup) -> tuple[CriticalPath, dict[str, int]]:
+    clock = PhaseClock(bytes_per_s=1e9)
+    run = TinyRun(group, clock=clock)
+    run.train(1)
+    clock.collect(group)
+    run.ep.metrics()
+    run.train(2)
+    return clock.collect(group), run.ep.metrics()["sent_bytes"]
+
+
+def test_the_engine_under_the_clock() -> None:
+    results = run_world(2, timed_run)
+    (path, first), (_, second) = results
+    assert results[0][0] == results[1][0]
+    assert path.critical_s > path.mean_compute_s > 0
+    assert all(phase.passes % 4 == 0 and min(phase.per_rank_s) > 0 for phase in path.phases)  # 2 layers, 2 steps
+    # What one of two ranks sends, the other receives: the busier direction is priced.
+    for transfer in path.transfers:
+        sent, received = first[transfer.name], second[transfer.name]
+        assert max(sent, received) / 1e9 <= transfer.critical_s * (1 + 1e-9) <= (sent + received) / 1e9 * (1 + 2e-9)

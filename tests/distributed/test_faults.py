@@ -24,7 +24,7 @@ from lrmoe.parallel import RankFailure
 from lrmoe.parallel import checkpoint as checkpoints
 from lrmoe.parallel.checkpoint import newest
 
-TIMEOUT_S = 1.5
+TIMEOUT_S = 2.5
 
 
 def train_for_ever(end: Connection, rank: int, size: int, port: int) -> None:

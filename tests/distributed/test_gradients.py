@@ -129,6 +129,9 @@ def special(group: dist.ProcessGroup) -> dict[str, Any]:
         total_norm([parameter([1.0 + rank])], group=group)
     with pytest.raises(ValueError, match="1 of the tensors in experts"):
         total_norm([dense], experts=[expert], group=group)
+    mark_experts(expert, group=dist.new_group([rank], use_local_synchronization=True))
+    with pytest.raises(ValueError, match=r"but group has the ranks \[0, 1\]"):
+        total_norm([expert], group=group)
     # NaN in what the ranks share is no difference between them.
     found["shared nan"] = total_norm([parameter([math.nan])], group=group).item()
     return found

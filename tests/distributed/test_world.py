@@ -61,7 +61,7 @@ def test_an_error_arrives_with_its_traceback_and_the_others_do_not_wait_for_it()
     start = time.monotonic()
     with pytest.raises(WorldError, match=r"rank 1: (?s:.*)fail_on(?s:.*)KeyError: 'the reason'"):
         run_world(2, fail_on, 1)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
     assert run_world(2, total_of_ranks, 0)[1][2] == 1
 
 

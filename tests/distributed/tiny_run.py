@@ -14,6 +14,7 @@ import lrmoe
 from lrmoe import LRMoEConfig
 from lrmoe.parallel import ExpertParallel, is_expert, parallelize
 from lrmoe.parallel.checkpoint import load, newest, save
+from lrmoe.parallel.clock import PhaseClock
 from lrmoe.parallel.collectives import all_reduce
 from lrmoe.parallel.gradients import clip_grad_norm_
 
@@ -24,7 +25,13 @@ class TinyRun:
     """Everything that a checkpoint has to bring back."""
 
     def __init__(
-        self, group: dist.ProcessGroup, *, policy: str = "ultraep", drop: float = 0.4, timeout_s: float | None = None
+        self,
+        group: dist.ProcessGroup,
+        *,
+        policy: str = "ultraep",
+        drop: float = 0.4,
+        timeout_s: float | None = None,
+        clock: PhaseClock | None = None,
     ) -> None:
         torch.manual_seed(0)
         config = LRMoEConfig(drop=drop, seed=3, warmup_steps=1, ramp_steps=2)
@@ -32,7 +39,9 @@ class TinyRun:
         self.model = nn.Sequential(nn.Linear(DIM, DIM), *layers)
         options = {"floor": 1} if policy == "ultraep" else {}
         chosen = lrmoe.balance.get(policy, slots=1, **options)
-        self.ep = ExpertParallel(group, num_experts=EXPERTS, policy=chosen, config=config, timeout_s=timeout_s)
+        self.ep = ExpertParallel(
+            group, num_experts=EXPERTS, policy=chosen, config=config, timeout_s=timeout_s, clock=clock
+        )
         parallelize(self.model, self.ep)
         self.recal = lrmoe.attach(self.model, config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,15 +39,15 @@ from lrmoe.parallel.checkpoint_optimizer import Restored, items_of
 from lrmoe.parallel.checkpoint_optimizer import describe as describe_optimizer
 from lrmoe.parallel.checkpoint_state import (
     Item,
-    Range,
     differences,
-    is_local,
     names_of,
     saved_tensors,
     tensors_of,
     to_load,
     to_save,
 )
+from lrmoe.parallel.checkpoint_table import Row, row
+from lrmoe.parallel.checkpoint_table import ranges as ranges_of
 from lrmoe.parallel.collectives import all_gather_json
 
 __all__ = ["CheckpointError", "Loaded", "load", "newest", "save"]
@@ -99,7 +99,7 @@ def save(
         model: whose parameters and persistent buffers to save.
         optimizer: of parameters of ``model``.
         recalibrator: what :func:`lrmoe.attach` returned.
-        policy: the balancing policy.
+        policy: the balancing policy, ``ExpertParallel.policy``.
         extra: anything that JSON can hold, e.g. a scheduler's state; rank 0's is saved.
         group: the expert-parallel group that the marked parameters are spread over; the default group if None.
         world: all ranks that save together; the default group if None.
@@ -110,22 +110,25 @@ def save(
         the new checkpoint.
 
     Raises:
-        ValueError: on every rank, before anything is written, if there is something that cannot be saved.
+        ValueError: on every rank, before anything is written, if there is something that cannot be saved, or a
+            parameter is neither marked as experts nor the same on all ranks of ``group``.
         CheckpointError: on every rank, if one cannot write; no checkpoint appears then.
         RankFailure: if a rank is lost or too late; no checkpoint appears then.
     """
     folder = Path(folder)
     team = _Team(group, world, timeout_s)
 
-    def look() -> tuple[dict[str, Tensor], list[list[str]]]:
+    def look() -> tuple[dict[str, Tensor], list[list[str]], Row]:
         require_count("step", step)
-        return tensors_of(model), [] if optimizer is None else names_of(model, optimizer)
+        tensors = tensors_of(model)
+        names = [] if optimizer is None else names_of(model, optimizer)
+        return tensors, names, row(tensors, team.group, optimizer=optimizer, names=names, compare=True)
 
-    tensors, names = team.together("looking at what to save", look)
-    table = team.tabulate(tensors, optimizer, names)
+    tensors, names, mine = team.together("looking at what to save", look)
+    table = team.tabulate(mine)
 
     def describe() -> tuple[list[Item], dict[str, Any]]:
-        ranges = _ranges(table, team.place)
+        ranges = ranges_of(table, team.place)
         items = [Item(f"model.{name}", tensor, ranges.get(name)) for name, tensor in tensors.items()]
         if optimizer is not None:
             items += items_of(optimizer, names, ranges)
@@ -168,6 +171,8 @@ def load(
 ) -> Loaded:
     """Restores what :func:`save` wrote, on any number of ranks, in place; every rank calls it.
 
+    Load only what you trust: the index of torch.distributed.checkpoint is a pickle.
+
     Args:
         checkpoint: what :func:`save` or :func:`newest` returned.
         model, optimizer, recalibrator, policy: as for :func:`save`; what is None is not restored. The optimizer may be
@@ -183,15 +188,17 @@ def load(
     path = Path(checkpoint)
     team = _Team(group, world, timeout_s)
 
-    def look() -> tuple[dict[str, Any], dict[str, Tensor], list[list[str]]]:
+    def look() -> tuple[dict[str, Any], dict[str, Tensor], list[list[str]], Row]:
         manifest = folders.read_manifest(path)
-        return manifest, tensors_of(model), [] if optimizer is None else names_of(model, optimizer)
+        tensors = tensors_of(model)
+        names = [] if optimizer is None else names_of(model, optimizer)
+        return manifest, tensors, names, row(tensors, team.group, source=[path.name, manifest["step"]])
 
-    manifest, tensors, names = team.together("looking at the checkpoint", look)
-    table = team.tabulate(tensors, None, [], {"folder": path.name, "step": manifest["step"]})
+    manifest, tensors, names, mine = team.together("looking at the checkpoint", look)
+    table = team.tabulate(mine)
 
     def prepare() -> tuple[dict[str, Tensor], list[Callable[[], None]]]:
-        ranges = _ranges(table, team.place)
+        ranges = ranges_of(table, team.place)
         saved = saved_tensors(FileSystemReader(path).read_metadata().state_dict_metadata)
         items = [Item(f"model.{name}", tensor, ranges.get(name)) for name, tensor in tensors.items()]
         lines = differences(items, saved, "model.")
@@ -246,30 +253,6 @@ def _restore_plain(
         recalibrator.load_state_dict(manifest["recalibrator"])
 
 
-def _ranges(table: Sequence[Mapping[str, Any]], place: int) -> dict[str, Range]:
-    """From every rank's number of experts of each marked parameter: which are this rank's.
-
-    Raises:
-        ValueError: if the ranks of the group have different parameters, different state of them, or load different
-            checkpoints.
-    """
-    first = table[0]
-    for rank, row in enumerate(table):
-        if row["source"] != first["source"]:
-            raise ValueError(f"the ranks load different checkpoints: {first['source']} and {row['source']}")
-        for name in sorted(first["states"].keys() ^ row["states"].keys()) + sorted(first["states"]):
-            if row["states"].get(name) != first["states"].get(name):
-                raise ValueError(
-                    f"the experts {name} have optimizer state {first['states'].get(name)} on the first rank of their "
-                    f"group, but {row['states'].get(name)} on rank {rank} of it (None: no such experts)"
-                )
-    ranges = {}
-    for name in first["counts"]:
-        counts = [row["counts"][name] for row in table]
-        ranges[name] = Range(sum(counts[:place]), counts[place], sum(counts))
-    return ranges
-
-
 class _Team:
     """The ranks that save or load together: what fails on one of them fails on all."""
 
@@ -283,22 +266,8 @@ class _Team:
         self.size = 1 if self.world is None else self.world.size()
         self.place = 0 if self.group is None else self.group.rank()
 
-    def tabulate(
-        self,
-        tensors: Mapping[str, Tensor],
-        optimizer: torch.optim.Optimizer | None,
-        names: list[list[str]],
-        source: Any = None,
-    ) -> list[dict[str, Any]]:
-        """Of every rank of the expert-parallel group: how many experts of which parameters, with which state."""
-        local = {name: tensor for name, tensor in tensors.items() if is_local(tensor, self.group)}
-        states: dict[str, list[str]] = {name: [] for name in local}
-        if optimizer is not None:
-            for group, of_group in zip(optimizer.param_groups, names, strict=True):
-                for name, parameter in zip(of_group, group["params"], strict=True):
-                    if name in local:
-                        states[name] = sorted(map(str, optimizer.state.get(parameter, {})))
-        row = {"counts": {n: t.shape[0] for n, t in local.items()}, "states": states, "source": source}
+    def tabulate(self, row: Row) -> list[Row]:
+        """The rows of all ranks of the expert-parallel group."""
         if self.group is None:
             return [row]
         return all_gather_json(row, self.group, what="experts of a checkpoint", timeout_s=self.timeout_s)

@@ -15,11 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-
-from lrmoe.parallel.expert_parameters import is_expert
 
 # What wrappers put into the names of parameters.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -54,8 +51,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     Raises:
         ValueError: for state that is no tensor.
     """
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
+    model = _unwrapped(model)
     found: dict[str, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor):
@@ -70,8 +66,7 @@ def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[st
     Raises:
         ValueError: if a parameter is none of the model's.
     """
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
+    model = _unwrapped(model)
     names = {id(parameter): _clean(name) for name, parameter in model.named_parameters()}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
@@ -83,19 +78,6 @@ def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[st
                 )
         groups.append([names[id(parameter)] for parameter in group["params"]])
     return groups
-
-
-def is_local(tensor: Tensor, group: dist.ProcessGroup | None) -> bool:
-    """Whether a tensor holds a range of experts of its own: marked, and not a DTensor over the ranks of ``group``."""
-    if not is_expert(tensor):
-        return False
-    placements = getattr(tensor, "placements", None)
-    if placements is None or group is None or group.size() == 1:
-        return True
-    ranks = set(dist.get_process_group_ranks(group))
-    mesh = tensor.device_mesh  # type: ignore[attr-defined]
-    groups = [mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()]
-    return not any(ranks <= set(dist.get_process_group_ranks(shards)) for shards in groups)
 
 
 def state_items(name: str, state: Mapping[str, Any], experts: Range | None) -> Iterator[Item]:
@@ -230,6 +212,17 @@ def _spread(target: Tensor, whole: Tensor) -> Callable[[], None]:
         target.to_local().copy_(everywhere.redistribute(placements=target.placements).to_local())  # type: ignore[attr-defined]
 
     return copy
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model in DistributedDataParallel or torch.compile."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
 
 
 def _clean(name: str) -> str:

@@ -2,20 +2,59 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor
 
 _MARK = "lrmoe_expert"
 
 
-def mark_experts(*parameters: Tensor) -> None:
+def mark_experts(*parameters: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Marks parameters of shape (local experts, ...), the first dimension of which is this rank's range of experts.
 
     The mark is on the object: ``copy.deepcopy`` and ``fully_shard`` make new ones, which have to be marked again.
+
+    Args:
+        parameters: of this rank.
+        group: the ranks that hold the experts between them; if given, it is checked wherever the mark is used.
     """
+    # The ranks and not the group, so that the parameter can still be pickled.
+    ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
     for parameter in parameters:
-        setattr(parameter, _MARK, True)
+        setattr(parameter, _MARK, (ranks,))
 
 
 def is_expert(parameter: Tensor) -> bool:
     """Whether :func:`mark_experts` marked it."""
-    return bool(getattr(parameter, _MARK, False))
+    return hasattr(parameter, _MARK)
+
+
+def check_group(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Checks that ``group`` is the one whose ranks hold the experts of a marked parameter.
+
+    Raises:
+        ValueError: if it is another.
+    """
+    (ranks,) = getattr(parameter, _MARK, (None,))
+    found = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+    if ranks is not None and ranks != found:
+        raise ValueError(
+            f"{name} holds experts of the ranks {list(ranks)}, but group has the ranks {list(found)}; give "
+            "the expert-parallel group, ExpertParallel.group"
+        )
+
+
+def sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups over which the parts of a DTensor are spread; none for a tensor that is whole."""
+    placements = getattr(parameter, "placements", None)
+    if placements is None:
+        return ()
+    mesh = parameter.device_mesh  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+
+
+def is_spread_over(parameter: Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Whether a tensor is a DTensor whose parts are spread over all ranks of ``group``, of more than one rank."""
+    if group is None or group.size() == 1:
+        return False
+    ranks = set(dist.get_process_group_ranks(group))
+    return any(ranks <= set(dist.get_process_group_ranks(shards)) for shards in sharding_groups(parameter))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lrmoe.parallel.collectives import all_gather_counts
-from lrmoe.parallel.expert_parameters import is_expert
+from lrmoe.parallel.expert_parameters import check_group, is_expert, is_spread_over, sharding_groups
 
 _WHAT = "gradient norm"
 
@@ -48,14 +48,14 @@ def total_norm(
         fp32 scalar, fp64 if all parameters are.
 
     Raises:
-        ValueError: if a tensor of ``experts`` is none of the parameters, or a gradient that all ranks should share
-            differs between them.
+        ValueError: if a tensor of ``experts`` is none of the parameters, if experts are marked for another group, or
+            if a gradient that all ranks should share differs between them.
         RuntimeError: if ``error_if_nonfinite`` and the norm is not finite, on all ranks alike.
         RankFailure: if a rank is lost or too late.
     """
     items = _list(parameters)
     group = _group(group)
-    squares = _squares(items, _is_expert(items, experts), group, timeout_s)
+    squares = _squares(items, _is_expert(items, experts, group), group, timeout_s)
     device = squares.shared.device
     both = torch.stack([squares.shared, squares.experts])
     if group is not None:
@@ -127,13 +127,10 @@ def _squares(
     device = items[0].device if items else torch.device("cpu")
     zero = torch.zeros((), dtype=torch.float64, device=device)
     result = _Squares(zero, zero)
-    ranks = set() if group is None else set(dist.get_process_group_ranks(group))
     # One reduction a mesh, for all its tensors. Whether a parameter has a gradient here decides nothing about that.
     by_mesh: dict[tuple[tuple[dist.ProcessGroup, ...], bool], Tensor] = {}
     for parameter, local in zip(items, is_local, strict=True):
-        meshes = _sharding_groups(parameter)
-        covered = any(ranks <= set(dist.get_process_group_ranks(mesh)) for mesh in meshes)
-        key = (meshes, local and not (covered and len(ranks) > 1))
+        key = (sharding_groups(parameter), local and not is_spread_over(parameter, group))
         by_mesh[key] = by_mesh.get(key, zero) + _square(parameter).to(device)
     for (meshes, local), square in by_mesh.items():
         for mesh in meshes:
@@ -158,15 +155,6 @@ def _square(parameter: Tensor) -> Tensor:
     return square
 
 
-def _sharding_groups(parameter: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """The groups over which the parts of a DTensor are spread; none for a tensor that is whole."""
-    placements = getattr(parameter, "placements", None)
-    if placements is None:
-        return ()
-    mesh = parameter.device_mesh  # type: ignore[attr-defined]
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
-
-
 def _local(gradient: Tensor, like: Tensor | None = None) -> Tensor:
     """This rank's part of a gradient, sharded as its parameter is."""
     if getattr(gradient, "placements", None) is None:
@@ -184,8 +172,11 @@ def _list(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     return list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
 
 
-def _is_expert(items: list[Tensor], experts: Iterable[Tensor] | None) -> list[bool]:
+def _is_expert(items: list[Tensor], experts: Iterable[Tensor] | None, group: dist.ProcessGroup | None) -> list[bool]:
     if experts is None:
+        for parameter in items:
+            if is_expert(parameter) and not is_spread_over(parameter, group):
+                check_group(f"a parameter of shape {tuple(parameter.shape)}", parameter, group)
         return [is_expert(parameter) for parameter in items]
     chosen = {id(parameter) for parameter in experts}
     strangers = len(chosen - {id(parameter) for parameter in items})

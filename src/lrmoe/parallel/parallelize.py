@@ -41,7 +41,7 @@ def parallelize(model: nn.Module, ep: ExpertParallel) -> nn.Module:
         for key, parameter in list(layer.experts.named_parameters()):
             local = nn.Parameter(ep.local(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
             setattr(layer.experts, key, local)
-            mark_experts(local)
+            mark_experts(local, group=ep.group)
             ignored.add(f"{name}.experts.{key}".lstrip("."))
         layer.experts.engine = ep
     setattr(model, _IGNORED_BY_DDP, sorted(ignored))
