@@ -260,7 +260,7 @@ def least_replicas(load: list[int], ranks: int, level: int) -> int | None:
     return best
 
 
-def test_greedy_passes_are_nearly_always_at_the_optimum() -> None:
+def test_greedy_passes_find_the_fewest_replicas() -> None:
     rng = random.Random(0)
     missed = 0
     for _ in range(300):
@@ -273,4 +273,4 @@ def test_greedy_passes_are_nearly_always_at_the_optimum() -> None:
             continue
         missed += found is None or len(found.exports) > least
         assert found is None or len(found.exports) <= least + 1
-    assert missed <= 6
+    assert missed <= 1

@@ -198,15 +198,15 @@ class LRMoE(ExactPolicy):
         return None if quota_E == home.quota_E else quota_E
 
     def _ultraep(self, home: Placement, lam_GE: Tensor, level: float) -> list[Found]:
-        """UltraEP's plan, and its probe at this level: what an exact plan must not be worse than."""
+        """UltraEP's plan, and its probes at this level: what an exact plan must not be worse than."""
         loads = HomeLoads.of(lam_GE)
         ultraep = UltraEP(slots=self.slots)
         planned = ultraep.fast_exports(loads)
         if planned is None:
             planned = ultraep.least_exports(loads)
         threshold = int(level / (self.forward_cost + self.backward_cost))
-        probed = probe(loads, threshold, slots=self.slots, floor=None)
-        return [found_of(home, exports) for exports in (planned, probed) if exports is not None]
+        probed = [probe(loads, threshold, slots=self.slots, floor=floor) for floor in (None, 1)]
+        return [found_of(home, exports) for exports in (planned, *probed) if exports is not None]
 
     def _exceeded(self, home: Placement, capacity: float, others: Sequence[Found], mend: str) -> BudgetExceeded:
         """What the best plan needs, at no matter which level."""

@@ -9,9 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+Ownership = Literal["home", "placed", "sharded"]
+"""Where the experts and their optimizer state live: ``home``, on the rank of :func:`home_ranks`, other instances being
+copies for one layer; ``placed``, on the ranks where the policy puts them, until it moves them; ``sharded``, an equal
+part of every expert on every rank, instances being copies."""
 
 
 def home_ranks(num_experts: int, num_ranks: int) -> list[int]:
@@ -34,11 +40,14 @@ class Plan:
     """Who computes what in one layer and one microbatch. All tensors are int64 on the CPU.
 
     Args:
-        hosts: the ranks of each expert's instances, its home first, then its replicas in the order they were planned.
+        hosts: the ranks of each expert's instances, its home first, then its replicas in the order they were planned;
+            of a policy that places experts elsewhere in ascending order. One rank is one instance of an expert, however
+            many of its slots hold it.
         rows_EG: forward rows of each instance; a row of the table adds up to the load of its expert.
         quota_EG: how many of these rows the backward of the instance keeps, 0 <= quota <= rows.
         lam_GE: the loads the plan was made for.
         extra_dropped: rows that the backward leaves out beyond the drop that was asked for, to fit a hard capacity.
+        routed_GEG: ``alloc``, of a policy that fixes it; None for :func:`split_exact`.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -46,6 +55,7 @@ class Plan:
     quota_EG: Tensor
     lam_GE: Tensor
     extra_dropped: int = 0
+    routed_GEG: Tensor | None = None
 
     @property
     def quota(self) -> Tensor:
@@ -58,6 +68,8 @@ class Plan:
 
         Sums over d give ``lam_GE``, sums over s give ``rows_EG``, both exactly. See :func:`split_exact`.
         """
+        if self.routed_GEG is not None:
+            return self.routed_GEG
         num_ranks, num_experts = self.lam_GE.shape
         replicated_R = torch.tensor([e for e, ranks in enumerate(self.hosts) if len(ranks) > 1], dtype=torch.int64)
         home_E = torch.tensor([ranks[0] for ranks in self.hosts], dtype=torch.int64)
@@ -88,11 +100,13 @@ class Plan:
         home_E = torch.tensor([ranks[0] for ranks in self.hosts], dtype=torch.int64)
         return int(self.rows_EG.sum() - self.rows_EG.gather(1, home_E.unsqueeze(1)).sum())
 
-    def validate(self, slots: int | None = None) -> Plan:
+    def validate(self, slots: int | None = None, *, ownership: Ownership = "home") -> Plan:
         """Checks every promise of a plan, e.g. of a policy of your own, and returns it.
 
         Args:
-            slots: replicas a rank may hold; not checked if None.
+            slots: replicas a rank may hold; not checked if None. Of a policy with another ownership than ``home``:
+                experts a rank may hold.
+            ownership: of the policy; only where it is ``home`` must hosts begin with the expert's home.
 
         Raises:
             ValueError: naming what does not hold and where.
@@ -110,7 +124,9 @@ class Plan:
             raise ValueError(f"hosts lists {len(self.hosts)} experts; the loads have {num_experts}")
         elsewhere_EG = torch.ones(num_experts, num_ranks, dtype=torch.bool)
         for expert, ranks in enumerate(self.hosts):
-            if not ranks or ranks[0] != homes[expert]:
+            if not ranks:
+                raise ValueError(f"hosts[{expert}] is empty: every expert needs a host")
+            if ownership == "home" and ranks[0] != homes[expert]:
                 raise ValueError(f"hosts[{expert}]={ranks} must begin with the expert's home, rank {homes[expert]}")
             if len(set(ranks)) < len(ranks) or not all(0 <= rank < num_ranks for rank in ranks):
                 raise ValueError(f"hosts[{expert}]={ranks} must be different ranks in [0, {num_ranks})")
@@ -119,7 +135,20 @@ class Plan:
         _require_none("rows_EG has rows on a rank that does not host the expert", elsewhere_EG & (self.rows_EG != 0))
         _require_none("quota_EG is not in [0, rows]", (self.quota_EG < 0) | (self.quota_EG > self.rows_EG))
         _require_none("rows_EG does not add up to the loads", self.rows_EG.sum(1) != self.lam_GE.sum(0))
-        if slots is not None:
+        if self.routed_GEG is not None:
+            shape = (num_ranks, num_experts, num_ranks)
+            if self.routed_GEG.shape != shape or self.routed_GEG.dtype != torch.int64:
+                found = f"{self.routed_GEG.dtype} {tuple(self.routed_GEG.shape)}"
+                raise ValueError(f"routed_GEG is {found}; it must be int64 {shape}")
+            _require_none("routed_GEG is negative", self.routed_GEG < 0)
+            _require_none("routed_GEG does not add up to lam_GE", self.routed_GEG.sum(2) != self.lam_GE)
+            _require_none("routed_GEG does not add up to rows_EG", self.routed_GEG.sum(0) != self.rows_EG)
+        if slots is not None and ownership != "home":
+            held_G = [sum(rank in ranks for ranks in self.hosts) for rank in range(num_ranks)]
+            for rank, held in enumerate(held_G):
+                if held > slots:
+                    raise ValueError(f"rank {rank} hosts {held} experts, but has {slots} slots")
+        elif slots is not None:
             for rank, experts in enumerate(self.slots):
                 if len(experts) > slots:
                     raise ValueError(f"rank {rank} hosts replicas of experts {experts}, but has {slots} slots")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heapreplace
 from typing import Literal
 
 Export = tuple[int, int, int, int]
@@ -39,13 +40,16 @@ class Placement:
         self.load_E, self.quota_E, self.homes = load_E, quota_E, homes
         self.forward_cost, self.backward_cost = forward_cost, backward_cost
         self.rows_G, self.kept_G = [0] * num_ranks, [0] * num_ranks
-        self.experts_G: list[list[int]] = [[] for _ in range(num_ranks)]
+        experts_G: list[list[int]] = [[] for _ in range(num_ranks)]
         for expert, home in enumerate(homes):
             self.rows_G[home] += load_E[expert]
             self.kept_G[home] += quota_E[expert]
-            self.experts_G[home].append(expert)
-        for experts in self.experts_G:
-            experts.sort(key=lambda e: -self.cost(load_E[e], quota_E[e]))
+            experts_G[home].append(expert)
+        self.experts_G = experts_G
+        # What each expert can give: one kept row stays at home. Sorted, so that each list is a heap.
+        self.spare_G = [
+            sorted((-self.per_row(e) * (quota_E[e] - 1), e) for e in experts if quota_E[e] > 1) for experts in experts_G
+        ]
         self.demand_G = [self.cost(rows, kept) for rows, kept in zip(self.rows_G, self.kept_G, strict=True)]
         self.mean = self.cost(sum(self.rows_G), sum(self.kept_G)) / num_ranks
         self.most = max(self.demand_G)
@@ -53,6 +57,10 @@ class Placement:
     def cost(self, rows: int, kept: int) -> float:
         """Demand of so many rows, of which so many are kept."""
         return self.forward_cost * rows + self.backward_cost * kept
+
+    def per_row(self, expert: int) -> float:
+        """Demand of a kept row of an expert, with the forward rows that go with it."""
+        return self.forward_cost * self.load_E[expert] / self.quota_E[expert] + self.backward_cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +118,7 @@ _PASSES: tuple[tuple[bool, Order], ...] = (
     (True, "fullest"),
     (False, "smallest"),
 )
-"""(best_fit, order) of each pass. None is best for all loads; the first is UltraEP's."""
+"""(best_fit, order) of each pass. None is best for all loads; the first is nearest to UltraEP's."""
 
 
 class _Pass:
@@ -123,42 +131,43 @@ class _Pass:
         # Ranks with room and a free slot, by room; among equals the lower rank last.
         self.places = sorted((level - demand, -r) for r, demand in enumerate(self.demand_G) if demand < level and slots)
         self.free_G = [slots] * len(self.demand_G)
-        # Of each rank: the place in its list of experts, what the expert there has left to give, and who took of it.
-        self.next_G = [0] * len(self.demand_G)
-        self.spare_G = [0] * len(self.demand_G)
-        self.taken_G: list[set[int]] = [set() for _ in self.demand_G]
-        for source in range(len(self.demand_G)):
-            self._start(source)
+        self.spare_G: list[list[tuple[float, int]] | None] = [None] * len(self.demand_G)
+        self.moved_E: dict[int, int] = {}
+        self.taken_E: dict[int, set[int]] = {}
         self.exports: list[Export] = []
         self.moved_rows = 0
-
-    def _start(self, source: int) -> None:
-        experts, at = self.placement.experts_G[source], self.next_G[source]
-        # One kept row stays at home.
-        self.spare_G[source] = self.placement.quota_E[experts[at]] - 1 if at < len(experts) else 0
-        self.taken_G[source] = set()
 
     def is_over(self, source: int) -> bool:
         return self.demand_G[source] > self.level
 
     def step(self, source: int) -> bool:
-        """One export of ``source``, of its largest expert that has something to give; False if there is none."""
-        experts = self.placement.experts_G[source]
-        while self.places and self.next_G[source] < len(experts):
-            if self.spare_G[source] > 0 and self._export(source, experts[self.next_G[source]]):
-                return True
-            self.next_G[source] += 1
-            self._start(source)
+        """One export of ``source``, of the expert that has most left to give; False if there is none."""
+        spare = self.spare_G[source]
+        if spare is None:
+            spare = self.spare_G[source] = list(self.placement.spare_G[source])
+        while self.places and spare:
+            expert = spare[0][1]
+            # An expert that finds no place now finds none later: places only fill.
+            if not self._export(source, expert):
+                heappop(spare)
+                continue
+            left = self.placement.quota_E[expert] - 1 - self.moved_E[expert]
+            if left > 0:
+                heapreplace(spare, (-self.placement.per_row(expert) * left, expert))
+            else:
+                heappop(spare)
+            return True
         return False
 
     def _export(self, source: int, expert: int) -> bool:
         load, quota, cost = self.placement.load_E[expert], self.placement.quota_E[expert], self.placement.cost
-        level, places, taken, spare = self.level, self.places, self.taken_G[source], self.spare_G[source]
-        rows_G, kept_G = self.rows_G, self.kept_G
+        level, places, rows_G, kept_G = self.level, self.places, self.rows_G, self.kept_G
+        moved, taken = self.moved_E.get(expert, 0), self.taken_E.setdefault(expert, set())
+        spare = quota - 1 - moved
         open_places = [place for place in places if -place[1] not in taken] if taken else places
         if not open_places:
             return False
-        per_row = cost(load, quota) / quota
+        per_row = self.placement.per_row(expert)
         kept = max(int((self.demand_G[source] - level) / per_row), 1)
         # Rows are whole, so that the estimate may be one or two short.
         while kept < spare and cost(rows_G[source] - load * kept // quota, kept_G[source] - kept) > level:
@@ -177,7 +186,7 @@ class _Pass:
         rows = load * kept // quota
         self.exports.append((expert, target, rows, kept))
         self.moved_rows += rows
-        self.spare_G[source] -= kept
+        self.moved_E[expert] = moved + kept
         taken.add(target)
         for rank, sign in ((source, -1), (target, 1)):
             rows_G[rank] += sign * rows
@@ -193,7 +202,9 @@ class _Pass:
 def export(
     placement: Placement, level: float, *, slots: int, best_fit: bool, order: Order, partial: bool = False
 ) -> Found | None:
-    """One deterministic greedy pass: every rank above ``level`` exports until it is not, its largest expert first.
+    """One deterministic greedy pass: every rank above ``level`` exports until it is not.
+
+    A rank exports from the expert that has most left to give: where slots are few, each should take much.
 
     Args:
         slots: replicas a rank may hold.

@@ -27,7 +27,7 @@ HEADINGS = (
     "fits",
 )
 NOTE = (
-    "Largest rows of a rank over the mean rows of a rank, at home and with replicas; of the backward, the rows it keeps. "
+    "Largest rows of a rank over the mean rows of a rank, at home and with replicas; of the backward, rows it keeps. "
     "Replicas, forward rows they take, rows dropped beyond the drop, weights and gradients on the wire: sums over the "
     "load matrices."
 )

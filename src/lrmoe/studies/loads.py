@@ -174,17 +174,19 @@ def check_sizes(num_experts: int, num_ranks: int, tokens: int, top_k: int) -> No
 
 def _counts(popularity_E: Tensor, tokens: int, top_k: int) -> Tensor:
     """int64 (E,): ``tokens * top_k`` pairs over the experts, in proportion to popularity but at most one a token."""
-    share_E = torch.zeros_like(popularity_E)
-    order = popularity_E.argsort(descending=True, stable=True)
-    left, weight = float(top_k), float(popularity_E.sum())
     loaded = int((popularity_E > 0).sum())
     if loaded < top_k:
         raise ValueError(f"top_k={top_k} needs as many experts with load; {loaded} have any")
-    for expert in order.tolist():
-        popularity = float(popularity_E[expert])
-        share_E[expert] = min(1.0, left * popularity / weight) if weight > 0 and left > 0 else 0.0
-        left -= float(share_E[expert])
-        weight -= popularity
+    share_E = torch.zeros_like(popularity_E)
+    order = popularity_E.argsort(descending=True, stable=True)
+    ordered_E = popularity_E[order]
+    # Added up from the smallest, which would otherwise vanish beside the largest.
+    rest_E = ordered_E.flip(0).cumsum(0).flip(0).tolist()
+    left = float(top_k)
+    for expert, popularity, rest in zip(order.tolist(), ordered_E.tolist(), rest_E, strict=True):
+        share = min(1.0, left * popularity / rest) if rest > 0 else 0.0
+        share_E[expert] = share
+        left = max(left - share, 0.0)
     # In fixed point, where a share of one gives exactly ``tokens``.
     upto_E = ((share_E * 2**32).round().to(torch.int64).cumsum(0) * tokens + 2**31) >> 32
     return upto_E.diff(prepend=torch.zeros(1, dtype=torch.int64))

@@ -1,0 +1,116 @@
+"""What policies make of loads: the records, the argument of the method, and from where on replicas pay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lrmoe.balance import get
+from lrmoe.studies.balance import TOKENS, Contender, Expert, advice, break_even, contenders, measure
+from lrmoe.studies.loads import read_loads, skewed_loads
+from lrmoe.studies.skew import HEADINGS, argue, cells
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+M1 = torch.tensor([[100, 25, 25, 25, 12, 12, 25, 25], [100, 25, 25, 25, 13, 13, 25, 25]] * 2)
+
+
+def by_policy(records: list[dict[str, object]]) -> dict[str, dict[str, object]]:
+    return {str(record["policy"]): record for record in records}
+
+
+def test_records_of_the_worked_example() -> None:
+    records = by_policy([measure(one, [M1]) for one in contenders(capacity=250, floor=1)])
+    fixed = records["fixed"]
+    assert (fixed["forward_home"], fixed["backward_home"], fixed["fits"]) == (2.0, 2.0, False)
+    assert "rank 0 needs 500 rows, the capacity is 250" in str(fixed["reason"])
+    assert fixed["replicas"] is None
+    ultraep = records["ultraep"]
+    assert (ultraep["forward"], ultraep["replicas"], ultraep["moved_rows"]) == (1.0, 3, 250)
+    mine = records["lrmoe, 20%"]
+    assert (mine["backward_home"], mine["backward"]) == (1.6, 1.0)
+    assert (mine["replicas"], mine["moved_kept_rows"], mine["extra_dropped"]) == (1, 150, 0)
+    assert mine["kept_rows"] == 800
+
+
+def test_records_of_several_matrices_are_means_and_sums() -> None:
+    even = torch.full((4, 8), 25)
+    record = measure(Contender(label="u", policy=get("ultraep", floor=1)), [M1, even])
+    alone = measure(Contender(label="u", policy=get("ultraep", floor=1)), [M1])
+    assert record["forward_home"] == (2.0 + 1.0) / 2
+    assert (record["matrices"], record["replicas"]) == (2, alone["replicas"])
+
+
+def test_replica_traffic() -> None:
+    expert = Expert(dim=8, expert_dim=4, bandwidth=1e3, flops=1e6)
+    plan = get("ultraep", floor=1, fast_path=False).plan(M1)
+    # Three replicas of 96 weights: 2 bytes each out twice, 4 bytes each home. The home rank sends 3 * 384 bytes.
+    assert expert.replica_bytes(plan) == 3 * 96 * (2 + 2 + 4)
+    assert expert.replica_seconds(plan) == pytest.approx(3 * 384 / 1e3)
+    assert expert.row_seconds == pytest.approx(6 * 32 / 1e6)
+    with pytest.raises(ValueError, match="bandwidth=0 must be a finite number above 0"):
+        Expert(bandwidth=0)
+
+
+def synthetic() -> list[tuple[str, torch.Tensor]]:
+    return [(f"synthetic, {skew}", skewed_loads(skew)) for skew in (1.5, 2.0, 2.5, 3.0, 4.0)]
+
+
+def recorded() -> list[tuple[str, torch.Tensor]]:
+    return [(f"router {n}", lam_GE) for n, lam_GE in enumerate(read_loads(RESULTS / "router_loads.json", None))]
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_the_argument(slots: int) -> None:
+    for label, lam_GE in synthetic() + recorded():
+        record = argue(label, lam_GE, slots=slots)
+        assert len(cells(record)) == len(HEADINGS)
+        # Below the mean load no exact plan fits, and says so; LRMoE fits.
+        below = by_policy(record["below_mean"]["policies"])
+        for name in ("fixed", "ultraep", "lrmoe, no drop"):
+            assert not below[name]["fits"], label
+            assert "does not fit" in str(below[name]["reason"])
+        assert below["lrmoe"]["fits"], label
+        assert float(str(below["lrmoe"]["backward"])) <= 0.9
+        # Where UltraEP fits, LRMoE without a drop is not worse, and with one needs less.
+        level = by_policy(record["at_ultraep"]["policies"])
+
+        def cost(name: str) -> tuple[int, int]:
+            return int(str(level[name]["replicas"])), int(str(level[name]["moved_rows"]))  # noqa: B023
+
+        assert cost("lrmoe, no drop") <= cost("ultraep"), label
+        assert cost("lrmoe")[0] < cost("ultraep")[0], label
+        assert cost("lrmoe, level")[0] <= cost("ultraep")[0], label
+        for name in ("lrmoe", "lrmoe, level"):
+            assert cost(name)[1] < cost("ultraep")[1], label
+            assert level[name]["extra_dropped"] == 0
+
+
+def test_break_even() -> None:
+    expert = Expert()
+    lam_GE = skewed_loads(2.0)
+    found = break_even(contenders()[-1], [lam_GE], top_k=8, expert=expert)
+    sizes = {size["tokens"]: size for size in found["sizes"]}
+    assert tuple(sizes) == TOKENS
+    # What is saved grows with the tokens, what it costs does not.
+    assert sizes[65536]["saved"] == pytest.approx(16 * sizes[4096]["saved"], rel=0.02)
+    assert sizes[65536]["cost"] == pytest.approx(sizes[4096]["cost"], rel=0.5)
+    crossover = found["tokens"]
+    assert all((size["saved"] > size["cost"]) == (tokens > crossover) for tokens, size in sizes.items())
+    assert f"replicas pay from about {crossover:,.0f} tokens a rank on; below that, leave them off" in advice(found)
+    slower = break_even(contenders()[-1], [lam_GE], top_k=8, expert=Expert(bandwidth=4e10))["tokens"]
+    assert slower == pytest.approx(10 * crossover, rel=0.2)
+
+
+def test_break_even_where_replicas_never_or_always_pay() -> None:
+    one = contenders()[-1]
+    even = break_even(one, [skewed_loads(1.0)], top_k=8, expert=Expert())
+    assert even["tokens"] is None
+    assert "plans no replica" in advice(even)
+    never = break_even(one, [skewed_loads(2.0)], top_k=8, expert=Expert(bandwidth=1e3))
+    assert never["tokens"] is None
+    assert "cost more than they save up to 65,536 tokens" in advice(never)
+    always = break_even(one, [skewed_loads(2.0)], top_k=8, expert=Expert(bandwidth=1e18))
+    assert always["tokens"] == 0.0
+    assert "pay from 64 tokens a rank on" in advice(always)
