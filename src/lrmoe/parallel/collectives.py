@@ -263,7 +263,8 @@ def _failure(
     """Calls the roll through the group's store and says who did not answer."""
     call = _RollCall(group, what, ROLL_CALL_S if timeout_s is None else min(ROLL_CALL_S, timeout_s))
     call.start()
-    call.join(call.longest)
+    while call.is_alive() and time.monotonic() < call.last_sign + call.patience + 1.5:
+        call.join(0.05)
     heard = dict(call.heard)
     global_ranks = dist.get_process_group_ranks(group)
     absent = [rank for rank in range(group.size()) if rank not in heard]
@@ -302,25 +303,26 @@ class _RollCall(threading.Thread):
         self.rank, self.size = group.rank(), group.size()
         self.what = what
         self.patience = patience
-        self.longest = 3 * patience + 2.0
+        self.last_sign = time.monotonic()
         self.heard: Mapping[int, str] = {self.rank: what}
         self.complete = False
 
     def run(self) -> None:
-        end = time.monotonic() + self.longest - 2.0
+        # However the others trickle in, this ends.
+        end = time.monotonic() + 3 * self.patience
         try:
             self.store.set(_note(self.rank), self.what)
-            last = time.monotonic()
-            while len(self.heard) < self.size and time.monotonic() < min(last + self.patience, end):
+            while len(self.heard) < self.size and time.monotonic() < min(self.last_sign + self.patience, end):
                 for rank in range(self.size):
                     if rank not in self.heard and self.store.check([_note(rank)]):
                         # A new dictionary: the other thread may be copying the old one.
                         self.heard = {**self.heard, rank: self.store.get(_note(rank)).decode()}
-                        last = time.monotonic()
+                        self.last_sign = time.monotonic()
                 time.sleep(0.02)
         except RuntimeError:
             return  # The process that holds the store is gone.
         self.complete = True
+        self.last_sign = time.monotonic()
         if self.rank == 0:
             # The store may be this process's: the others have to read it to the end.
             time.sleep(1.0)
