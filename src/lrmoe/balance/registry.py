@@ -5,12 +5,19 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from lrmoe.balance.eplb import EPLB
+from lrmoe.balance.fastermoe import FasterMoE
 from lrmoe.balance.fixed import Fixed
+from lrmoe.balance.flexmoe import FlexMoE
+from lrmoe.balance.laer import LAER
 from lrmoe.balance.lrmoe import LRMoE
 from lrmoe.balance.policy import Policy
+from lrmoe.balance.smartmoe import SmartMoE
+from lrmoe.balance.symi import SYMI
 from lrmoe.balance.ultraep import UltraEP
 
-_POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Fixed, UltraEP, LRMoE)}
+_CLASSES: tuple[type[Policy], ...] = (Fixed, UltraEP, LRMoE, SYMI, LAER, FlexMoE, SmartMoE, FasterMoE, EPLB)
+_POLICIES = {policy.name: policy for policy in _CLASSES}
 
 
 def get(name: str, **options: Any) -> Policy:
@@ -18,7 +25,8 @@ def get(name: str, **options: Any) -> Policy:
 
     ``fixed`` (:class:`lrmoe.balance.fixed.Fixed`) computes every expert at home; ``ultraep``
     (:class:`lrmoe.balance.ultraep.UltraEP`) replicates until all ranks have the mean load; ``lrmoe``
-    (:class:`lrmoe.balance.lrmoe.LRMoE`) drops first, then uses the fewest replicas under a budget.
+    (:class:`lrmoe.balance.lrmoe.LRMoE`) drops first, then uses the fewest replicas under a budget; ``symi``, ``laer``,
+    ``flexmoe``, ``smartmoe``, ``fastermoe`` and ``eplb`` are the systems of those names, one module each.
 
     Raises:
         ValueError: if the name or an option is not known, or an option's value is out of range.
