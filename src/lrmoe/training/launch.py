@@ -33,11 +33,13 @@ class RunFailure(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class _Complaint:
-    """Why a rank ended. ``bad input``: what a user can mend; ``lost``: it waited for another rank; ``failed``: else."""
+    """Why a rank ended. ``bad input``: what a user can mend; ``lost``: it waited in vain for other ranks, for
+    ``missing`` if it knows them; ``failed``: else."""
 
     kind: Literal["bad input", "lost", "failed"]
     message: str
     trace: str = ""
+    missing: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -126,6 +128,8 @@ def _watch(workers: list[_Worker]) -> None:
             worker.look()
         if any(worker.is_suspect for worker in workers):
             break
+        if any(worker.complaint is not None and worker.complaint.missing for worker in workers):
+            break
         if any(worker.complaint is not None for worker in workers):
             deadline = deadline or time.monotonic() + _GRACE_SECONDS
             if time.monotonic() >= deadline:
@@ -151,10 +155,11 @@ def _raise_suspect(rank: int, worker: _Worker) -> None:
 def _raise_lost(workers: list[_Worker]) -> None:
     complaints = {rank: worker.complaint for rank, worker in enumerate(workers) if worker.complaint is not None}
     if complaints:
-        silent = [str(rank) for rank in range(len(workers)) if rank not in complaints and not workers[rank].dead]
-        who = f"rank {', '.join(silent)} did not answer" if silent else "the ranks lost each other"
-        rank, complaint = next(iter(complaints.items()))
-        raise RunFailure(f"{who}; all ranks were stopped; continue with --resume (rank {rank}: {complaint.message})")
+        silent = [rank for rank in range(len(workers)) if rank not in complaints and not workers[rank].dead]
+        rank, complaint = max(complaints.items(), key=lambda item: bool(item[1].missing))
+        missing = ", ".join(map(str, complaint.missing or silent))
+        who = f"rank {missing} did not answer" if missing else "the ranks lost each other"
+        raise RunFailure(f"{who}; all were stopped; continue with --resume (rank {rank} says: {complaint.message})")
 
 
 def _stop(workers: list[_Worker]) -> None:
@@ -196,8 +201,8 @@ def _main(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
-    # FSDP2's own layout of experts, of which DTensor tells every user that another would be faster.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    # FSDP2 chooses the layout of experts, of which DTensor says that another would be faster.
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     code = 1
     try:
         store = TCPStore("127.0.0.1", port, is_master=False)
@@ -210,14 +215,20 @@ def _main(
         post.send(_Complaint("bad input", str(error)))
         code = 2
     except Exception as error:
-        kind: Literal["lost", "failed"] = "lost" if is_loss(error) else "failed"
-        post.send(_Complaint(kind, " ".join(f"{error}".split()) or type(error).__name__, traceback.format_exc()))
+        post.send(_complaint_of(error))
     finally:
         post.close()
         sys.stdout.flush()
         sys.stderr.flush()
         # Past the interpreter's shutdown, in which process groups whose peers are gone may wait for them.
         os._exit(code)
+
+
+def _complaint_of(error: Exception) -> _Complaint:
+    message = " ".join(str(error).split()) or type(error).__name__
+    if not is_loss(error):
+        return _Complaint("failed", message, traceback.format_exc())
+    return _Complaint("lost", message, missing=tuple(getattr(error, "ranks", ())))
 
 
 def is_loss(error: BaseException) -> bool:

@@ -7,6 +7,8 @@ moments are found again wherever it then lives. Both are read by both.
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,9 @@ def load(model: nn.Module, optimizer: Optimizer, checkpoint: Path, names: list[l
 def _load_shards(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
     state = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
     placed = _contiguous(state)
-    state_dict_loader.load({"optimizer": placed}, checkpoint_id=folder, no_dist=not dist.is_initialized())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
+        state_dict_loader.load({"optimizer": placed}, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_optimizer_state_dict(model, optimizer, _like(placed, state), options=_BY_NAME)
 
 
@@ -93,8 +97,7 @@ def _load_file(model: nn.Module, optimizer: Optimizer, path: Path, names: list[l
 def _contiguous(state: dict[str, Any]) -> dict[str, Any]:
     """The state with every shard one contiguous piece of its tensor; FSDP2's strided ones cannot be written as such."""
     return {
-        key: value.redistribute(placements=_pieces(value)) if isinstance(value, DTensor) else value
-        for key, value in state.items()
+        key: _placed(value, _pieces(value)) if isinstance(value, DTensor) else value for key, value in state.items()
     }
 
 
@@ -102,9 +105,20 @@ def _pieces(value: DTensor) -> list[Any]:
     return [Shard(dim) if (dim := getattr(p, "dim", None)) is not None else p for p in value.placements]
 
 
+def _placed(value: DTensor, placements: Sequence[Any]) -> DTensor:
+    mesh = value.device_mesh
+    pairs = zip(range(mesh.ndim), value.placements, placements, strict=True)
+    if all(mesh.size(dim) == 1 for dim, old, new in pairs if old != new):
+        # Another name for the same: what one rank has is the whole, however it is cut.
+        return DTensor.from_local(
+            value.to_local(), mesh, placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+    return value.redistribute(placements=placements)
+
+
 def _like(state: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
     """The inverse of :func:`_contiguous`."""
     return {
-        key: value.redistribute(placements=reference[key].placements) if isinstance(value, DTensor) else value
+        key: _placed(value, reference[key].placements) if isinstance(value, DTensor) else value
         for key, value in state.items()
     }

@@ -60,6 +60,7 @@ def training_arguments(config: TrainConfig, out: Path, world: World) -> Training
         save_total_limit=config.keep_checkpoints,
         remove_unused_columns=False,
         dataloader_pin_memory=False,
+        log_level_replica="passive",
         report_to="none",
         disable_tqdm=True,
     )
@@ -178,7 +179,11 @@ class RunTrainer(Trainer):  # type: ignore[misc]
         trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         names = [[name for name in trained if (name in decayed) is kind] for kind in (True, False)]
         optimizer_state.load(self.model, _bare(self.optimizer), Path(checkpoint), names)
-        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True))
+        schedule = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
+        # One entry for each group of parameters, of which sharded models have more, all with the same learning rate.
+        groups = len(self.optimizer.param_groups)
+        schedule = {key: value[:1] * groups if isinstance(value, list) else value for key, value in schedule.items()}
+        self.lr_scheduler.load_state_dict(schedule)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         # Checkpoints hold one tensor per expert, the model one for all of a layer's; the Trainer's own loading does
