@@ -146,6 +146,10 @@ def balance(config: BalanceConfig, out: Path | None = None, *, overwrite: bool =
         ValueError: if a setting or the loads' file is wrong, or ``out`` is not free; nothing is written then.
     """
     if out is not None:
+        if out.is_dir() and any(out.iterdir()) and not overwrite:
+            raise ValueError(
+                f"out={str(out)!r} is not empty; give another folder, or --overwrite to replace what it holds"
+            )
         check_out_folder(out, command="balance", resume=False, overwrite=overwrite)
     source, loads = config.load()
     asked: Record = {"drop": config.drop, "quota": config.quota, "slots": config.slots, "floor": config.floor}
