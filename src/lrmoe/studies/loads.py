@@ -1,8 +1,4 @@
-"""Loads to plan for: synthetic ones of a given skew or shape, and those of a file.
-
-``lam_GE`` counts the pairs that source rank s routes to expert e. Synthetic loads are such as a top-k router makes: a
-token chooses ``top_k`` different experts, so that no expert gets more pairs of a rank than that rank has tokens.
-"""
+"""Loads to plan for: those of a file, and synthetic ones, see :mod:`lrmoe.balance.workloads`."""
 
 from __future__ import annotations
 
@@ -14,100 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lrmoe.balance.plan import home_ranks
 from lrmoe.balance.policy import require_loads
-from lrmoe.config import require_count, require_number
+from lrmoe.balance.workloads import SHAPES, check_sizes, shaped_loads, skew_of, skewed_loads
+from lrmoe.config import require_count
 
-SHAPES = ("balanced", "hot_experts", "hot_rank", "spread", "ragged", "empty", "rotating", "burst")
-
-
-def skewed_loads(
-    skew: float, *, num_experts: int = 128, num_ranks: int = 8, tokens: int = 4096, top_k: int = 8, seed: int = 0
-) -> Tensor:
-    """int64 (G, E) in which the busiest rank has ``skew`` times the mean, to a per cent.
-
-    The popularity of an expert is log-normal, with a part that its whole rank shares; the sources differ by a tenth of
-    that. A power of it is taken that gives the skew; beyond the second power the hottest rank is favoured on top.
-
-    Args:
-        skew: largest over mean rows of a rank, at least 1.
-        tokens: of each source rank.
-
-    Raises:
-        ValueError: if an argument is out of range, or this many experts and choices cannot be that skewed.
-    """
-    check_sizes(num_experts, num_ranks, tokens, top_k)
-    skew = require_number("skew", skew)
-    if not 1.0 <= skew <= num_ranks:
-        raise ValueError(f"skew={skew!r} must be between 1 and the number of ranks, {num_ranks}: largest over mean")
-    generator = torch.Generator().manual_seed(require_count("seed", seed))
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-    home_E = torch.tensor(home_ranks(num_experts, num_ranks))
-    log_E = 0.5 * normal(num_ranks)[home_E] + normal(num_experts)
-    log_GE = log_E + 0.1 * normal(num_ranks, num_experts)
-    rank_G = torch.zeros(num_ranks, dtype=torch.float64).index_add_(0, home_E, log_E.exp())
-    is_hottest_E = (home_E == rank_G.argmax()).to(torch.float64)
-
-    def loads(power: float) -> Tensor:
-        logits_GE = power * log_GE + 4 * max(power - 2.0, 0.0) * is_hottest_E
-        logits_GE = (logits_GE - logits_GE.amax(1, keepdim=True)).clamp(min=-80)
-        return torch.stack([_counts(logits_E.exp(), tokens, top_k) for logits_E in logits_GE])
-
-    low, high = 0.0, 1.0
-    while skew_of(loads(high)) < skew and high < 64:
-        high *= 2
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if skew_of(loads(middle)) < skew else (low, middle)
-    found = loads(high)
-    # Even experts are the least skew there is, and the hottest rank's experts the most.
-    if abs(skew_of(found) / skew - 1) > 0.01:
-        raise ValueError(
-            f"skew={skew!r} cannot be had with num_experts={num_experts}, num_ranks={num_ranks}, top_k={top_k} and "
-            f"tokens={tokens} (nearest: {skew_of(found):.3f}); choose another skew, more tokens or experts"
-        )
-    return found
-
-
-def shaped_loads(
-    shape: str, *, num_experts: int = 16, num_ranks: int = 4, tokens: int = 512, top_k: int = 2, step: int = 0
-) -> Tensor:
-    """int64 (G, E) of one of eight routing shapes.
-
-    ``balanced``; ``hot_experts``: three experts, two of one rank, eight times as popular; ``hot_rank``: all of rank 0's
-    four times; ``spread``: as many as hot, one on each rank in turn; ``ragged``: sources with all, half, a quarter ...
-    of the tokens and the last with none; ``empty``: the last rank's experts and every other one of rank 0's get
-    nothing; ``rotating``: the hot rank changes with ``step``; ``burst``: one expert eight times as popular at every
-    fourth step, from step 3.
-
-    Raises:
-        ValueError: if the shape is not known or a size is out of range.
-    """
-    if shape not in SHAPES:
-        raise ValueError(f"shape={shape!r} is not known; choose one of {', '.join(SHAPES)}")
-    check_sizes(num_experts, num_ranks, tokens, top_k)
-    homes = home_ranks(num_experts, num_ranks)
-    popularity_E = torch.ones(num_experts, dtype=torch.float64)
-    tokens_G = [tokens] * num_ranks
-    if shape == "hot_experts":
-        popularity_E[[0, 1 % num_experts, homes.index(min(1, num_ranks - 1))]] = 8.0
-    elif shape in ("hot_rank", "rotating"):
-        hot = step % num_ranks if shape == "rotating" else 0
-        popularity_E[[e for e, home in enumerate(homes) if home == hot]] = 4.0
-    elif shape == "spread":
-        firsts = [homes.index(rank) for rank in range(num_ranks)]
-        popularity_E[[firsts[i % num_ranks] + i // num_ranks for i in range(homes.count(0))]] = 4.0
-    elif shape == "ragged":
-        tokens_G = [0 if s == num_ranks - 1 > 0 else tokens >> s for s in range(num_ranks)]
-    elif shape == "empty":
-        quiet = [e for e, home in enumerate(homes) if home == num_ranks - 1 > 0 or (home == 0 and e % 2)]
-        popularity_E[quiet] = 0.0
-    elif shape == "burst" and step % 4 == 3:
-        popularity_E[0] = 8.0
-    return torch.stack([_counts(popularity_E, count, top_k) for count in tokens_G])
+__all__ = ["SHAPES", "check_sizes", "mean", "read_loads", "scaled_loads", "shaped_loads", "skew_of", "skewed_loads"]
 
 
 def scaled_loads(lam_GE: Tensor, tokens: int, top_k: int) -> Tensor:
@@ -151,45 +58,6 @@ def read_loads(path: Path, num_ranks: int | None) -> list[Tensor]:
     if num_ranks is not None and num_ranks != len(matrices[0]):
         raise ValueError(f"{path} holds loads of {len(matrices[0])} ranks, but ranks={num_ranks}; leave out ranks")
     return matrices
-
-
-def skew_of(lam_GE: Tensor) -> float:
-    """Largest over mean rows of a rank, with every expert at home; 1 without rows."""
-    num_ranks, num_experts = lam_GE.shape
-    home_E = torch.tensor(home_ranks(num_experts, num_ranks))
-    rows_G = torch.zeros(num_ranks, dtype=torch.int64).index_add_(0, home_E, lam_GE.sum(0))
-    return float(rows_G.max() * num_ranks / rows_G.sum()) if rows_G.any() else 1.0
-
-
-def check_sizes(num_experts: int, num_ranks: int, tokens: int, top_k: int) -> None:
-    """ValueError naming the size that cannot be."""
-    require_count("experts", num_experts, least=1)
-    require_count("ranks", num_ranks, least=1)
-    require_count("tokens", tokens)
-    require_count("top_k", top_k, least=1)
-    home_ranks(num_experts, num_ranks)
-    if top_k > num_experts:
-        raise ValueError(f"top_k={top_k} must be at most experts={num_experts}")
-
-
-def _counts(popularity_E: Tensor, tokens: int, top_k: int) -> Tensor:
-    """int64 (E,): ``tokens * top_k`` pairs over the experts, in proportion to popularity but at most one a token."""
-    loaded = int((popularity_E > 0).sum())
-    if loaded < top_k:
-        raise ValueError(f"top_k={top_k} needs as many experts with load; {loaded} have any")
-    share_E = torch.zeros_like(popularity_E)
-    order = popularity_E.argsort(descending=True, stable=True)
-    ordered_E = popularity_E[order]
-    # Added up from the smallest, which would otherwise vanish beside the largest.
-    rest_E = ordered_E.flip(0).cumsum(0).flip(0).tolist()
-    left = float(top_k)
-    for expert, popularity, rest in zip(order.tolist(), ordered_E.tolist(), rest_E, strict=True):
-        share = min(1.0, left * popularity / rest) if rest > 0 else 0.0
-        share_E[expert] = share
-        left = max(left - share, 0.0)
-    # In fixed point, where a share of one gives exactly ``tokens``.
-    upto_E = ((share_E * 2**32).round().to(torch.int64).cumsum(0) * tokens + 2**31) >> 32
-    return upto_E.diff(prepend=torch.zeros(1, dtype=torch.int64))
 
 
 def _depth(value: Any) -> int:
