@@ -8,7 +8,7 @@ from fractions import Fraction
 from torch import Tensor
 
 from lrmoe.balance.ownership import HistoryPolicy, LayerHistory, Slots
-from lrmoe.balance.plan import home_ranks
+from lrmoe.balance.plan import Ownership, home_ranks
 from lrmoe.config import require_count
 
 
@@ -38,7 +38,7 @@ class EPLB(HistoryPolicy):
     """
 
     name = "eplb"
-    ownership = "home"
+    ownership: Ownership = "home"
 
     def __init__(self, *, slots: int = 1, interval: int = 10, groups: int = 1, nodes: int = 1) -> None:
         super().__init__()

@@ -43,7 +43,6 @@ class FasterMoE(ExactPolicy):
     """
 
     name = "fastermoe"
-    ownership = "home"
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from fractions import Fraction
 from torch import Tensor
 
 from lrmoe.balance.ownership import HistoryPolicy, LayerHistory, Slots, add_step_loads, require_slots
-from lrmoe.balance.plan import home_ranks
+from lrmoe.balance.plan import Ownership, home_ranks
 from lrmoe.config import require_count, require_number
 
 
@@ -45,7 +45,7 @@ class FlexMoE(HistoryPolicy):
     """
 
     name = "flexmoe"
-    ownership = "placed"
+    ownership: Ownership = "placed"
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.balance.ownership import HistoryPolicy, LayerHistory, Slots, require_slots, slot_counts
+from lrmoe.balance.plan import Ownership
 from lrmoe.config import require_count, require_number
 
 
@@ -42,7 +43,7 @@ class LAER(HistoryPolicy):
     """
 
     name = "laer"
-    ownership = "sharded"
+    ownership: Ownership = "sharded"
 
     def __init__(
         self,

@@ -185,6 +185,8 @@ class HistoryPolicy:
                     f"the state has {found} slots on the ranks in layer {layer}, policy {self.name!r} has {expected}; "
                     "resume with as many slots"
                 )
+            if {expert for slots in history.placement for expert in slots} != set(range(sizes[0])):
+                raise ValueError(f"the state does not place every expert in layer {layer}: it is broken")
         self._sizes = self._sizes if sizes is None else (int(sizes[0]), int(sizes[1]))
         self._steps, self._layers, self._moves = int(state["steps"]), layers, []
 

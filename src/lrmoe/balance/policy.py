@@ -8,7 +8,7 @@ from typing import Any, Protocol, get_args
 import torch
 from torch import Tensor
 
-from lrmoe.balance.plan import Plan, home_ranks
+from lrmoe.balance.plan import Ownership, Plan, home_ranks
 from lrmoe.balance.quotas import rank_quotas
 from lrmoe.config import Quota, require_number
 
@@ -18,11 +18,16 @@ class Policy(Protocol):
 
     Attributes:
         name: under which :func:`lrmoe.balance.get` knows it.
-        slots: replicas a rank may hold at a time; the engine sets aside memory for as many.
+        slots: replicas a rank may hold at a time; the engine sets aside memory for as many. Where the ownership is not
+            ``home``: experts a rank holds.
+        ownership: where the experts live, see :data:`lrmoe.balance.plan.Ownership`; ``home`` for a policy that does not
+            have it. The others are :class:`lrmoe.balance.ownership.HistoryPolicy`, whose placements and moves the
+            engine follows.
     """
 
     name: str
     slots: int
+    ownership: Ownership
 
     def observe(self, lam_GE: Tensor, *, layer: int) -> None:
         """Told of the loads of each planned training forward; for policies that plan from history."""
@@ -58,6 +63,15 @@ class ExactPolicy:
 
     name: str
     slots: int
+    ownership: Ownership = "home"
+
+    def prepare(self, num_experts: int, num_ranks: int) -> None:
+        """Says early whether the policy can run with these.
+
+        Raises:
+            ValueError: unless 1 <= num_ranks <= num_experts.
+        """
+        home_ranks(num_experts, num_ranks)
 
     def observe(self, lam_GE: Tensor, *, layer: int) -> None:
         """Nothing to remember."""

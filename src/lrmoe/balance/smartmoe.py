@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.balance.ownership import HistoryPolicy, LayerHistory, Slots
-from lrmoe.balance.plan import home_ranks
+from lrmoe.balance.plan import Ownership, home_ranks
 from lrmoe.config import require_count
 
 
@@ -35,7 +35,7 @@ class SmartMoE(HistoryPolicy):
     """
 
     name = "smartmoe"
-    ownership = "placed"
+    ownership: Ownership = "placed"
 
     def __init__(self, *, interval: int = 10, history: int = 2) -> None:
         super().__init__()

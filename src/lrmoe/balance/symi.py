@@ -8,6 +8,7 @@ from fractions import Fraction
 from torch import Tensor
 
 from lrmoe.balance.ownership import HistoryPolicy, LayerHistory, Slots, add_step_loads, require_slots
+from lrmoe.balance.plan import Ownership
 from lrmoe.config import require_count
 
 
@@ -34,7 +35,7 @@ class SYMI(HistoryPolicy):
     """
 
     name = "symi"
-    ownership = "sharded"
+    ownership: Ownership = "sharded"
 
     def __init__(self, *, slots: int = 4) -> None:
         super().__init__()
