@@ -102,10 +102,11 @@ _Told = tuple[Tensor, dict[str, Tensor], dict[str, Any], list[BackwardCall]]
 
 
 def _one_rank(group: dist.ProcessGroup, jobs: list[Job]) -> list[_Told]:
-    return [_one_job(group, job) for job in jobs]
+    return [one_job(group, job) for job in jobs]
 
 
-def _one_job(group: dist.ProcessGroup, job: Job) -> _Told:
+def one_job(group: dist.ProcessGroup, job: Job) -> _Told:
+    """What one rank does for a job: output, gradients, metrics and recorded calls."""
     problem = job.problem
     engine = ExpertParallel(group, num_experts=problem.num_experts, config=job.config, **job.options)
     mine = own_tokens(job.shares or even_shares(problem.x_TD.shape[0], engine.size), engine.rank)

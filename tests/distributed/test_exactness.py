@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from cases.fixtures import poisoned_memory
 from distributed.plans import instance_of_pairs, loads, policies
-from distributed.spread import Job, Spread, even_shares, run_jobs
+from distributed.spread import Job, Spread, even_shares, one_job, run_jobs
+from distributed.world import run_world
 from experts.problem import PARAMETERS, Result, assert_equal, error, expected, live_pairs, make, run
 from torch import Tensor
 
@@ -114,7 +117,10 @@ def job(config: dict[str, Any], policy: Any, **sizes: Any) -> Job:
 def test_without_drop_all_gradients_are_those_of_one_process(ranks: int) -> None:
     jobs = [
         job({"drop": 0.0, "save": save}, policy, dtype=dtype)
-        for dtype, save, policy in itertools.product((torch.float64, torch.float32), SAVES, policies().values())
+        for (dtype, save), policy in itertools.product(
+            ((torch.float64, "preactivation"), (torch.float32, "input"), (torch.float32, "preactivation")),
+            policies().values(),
+        )
     ]
     plans = check_all(jobs, ranks)
     # Where there is more than one rank, all policies but `fixed` have replicas here.
@@ -148,7 +154,7 @@ def test_every_metric_and_level_quotas(ranks: int) -> None:
     ]
     jobs += [
         job({"drop": drop, "quota": "level", "selector": selector}, policy)
-        for drop, selector, policy in itertools.product((0.2, 0.6), ("topq", "pps"), policies().values())
+        for (drop, selector), policy in itertools.product(((0.2, "topq"), (0.6, "pps")), policies().values())
     ]
     check_all(jobs, ranks)
 
@@ -162,11 +168,11 @@ def test_one_rank_is_the_local_path_bit_for_bit_and_every_run_repeats_itself(ran
             itertools.product((0.4,), ("topq", "auto"), ("input",), ("expert",), ROUTER_GRADS),
         )
     ]
-    names = ("random", "lrmoe") if ranks > 1 else ("fixed",)
     jobs = [
-        job(config, policies()[name], dtype=dtype)
-        for (config, name), dtype in zip(
-            itertools.product(configs, names),
+        job(config, policies()[name if ranks > 1 else "fixed"], dtype=dtype)
+        for config, name, dtype in zip(
+            configs,
+            itertools.cycle(("random", "lrmoe", "fixed", "random, other")),
             itertools.cycle((torch.float32, torch.float64, torch.bfloat16)),
             strict=False,
         )
@@ -180,10 +186,10 @@ def test_one_rank_is_the_local_path_bit_for_bit_and_every_run_repeats_itself(ran
                 assert_same_bits(spread.result, other.result)
     if ranks > 1:
         return
-    for one_job, spread in zip(jobs, first, strict=True):
-        one = run(one_job.problem, one_job.config, **one_job.position)
+    for done, spread in zip(jobs, first, strict=True):
+        one = run(done.problem, done.config, **done.position)
         # With "exact", the rank of the tokens has the experts' outputs, where one process recomputes them.
-        but = {"topk_weights_TK"} if one_job.config is not None and one_job.config.router_grad == "exact" else set()
+        but = {"topk_weights_TK"} if done.config is not None and done.config.router_grad == "exact" else set()
         assert_same_bits(spread.result, one, but=but)
 
 
@@ -298,10 +304,11 @@ def test_an_error_budget_and_gradients_that_are_not_finite(ranks: int) -> None:
     grad_TD[flawed[:2]] = torch.nan
     grad_TD[flawed[2:], 1] = torch.inf
     broken = replace(problem, grad_TD=grad_TD)
+    padded = replace(broken, mask_T=torch.arange(40) % 5 != 0)
     names = ("fixed", "random", "lrmoe, two slots")
     jobs = [
-        Job(problem=broken, config=LRMoEConfig(drop=0.9, selector=selector), options={"policy": policies()[name]})
-        for selector, name in itertools.product(("pps", "topq"), names)
+        Job(problem=flawed_one, config=LRMoEConfig(drop=0.9, selector=selector), options={"policy": policies()[name]})
+        for flawed_one, selector, name in itertools.product((broken, padded), ("pps", "topq"), names)
     ]
     for done, spread in zip(jobs, run_jobs(jobs, ranks), strict=True):
         call = spread.result.call
@@ -314,7 +321,7 @@ def test_an_error_budget_and_gradients_that_are_not_finite(ranks: int) -> None:
         touched = broken.ids_TK[flawed].unique().tolist()
         for expert in range(7):
             assert spread.result.grads["down_proj"][expert].isfinite().all() == (expert not in touched)
-        one = run(broken, done.config)
+        one = run(done.problem, done.config)
         assert one.call is not None
         if done.options["policy"].name == "fixed":
             assert torch.equal(call.kept_TK, one.call.kept_TK)
@@ -332,3 +339,62 @@ def test_an_error_budget_and_gradients_that_are_not_finite(ranks: int) -> None:
         assert left <= done.config.error_budget + 1e-12  # type: ignore[operator]
         if done.options["policy"].name == "fixed":
             assert torch.equal(call.kept_TK, one.kept_TK)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tokens_and_weights_of_different_dtypes(ranks: int) -> None:
+    """Products run in the dtype of the weights, as in one process; gradients come in that of what they belong to."""
+    base = make(tokens=26, experts=7, bias=True, dtype=torch.float32)
+    jobs = []
+    for x, weight, alpha in (
+        (torch.float32, torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+    ):
+        weights = {name: getattr(base, name).to(weight) for name in PARAMETERS}
+        mixed = replace(
+            base, x_TD=base.x_TD.to(x), grad_TD=base.grad_TD.to(x), alpha_TK=base.alpha_TK.to(alpha), **weights
+        )
+        jobs += [
+            Job(problem=mixed, config=LRMoEConfig(drop=0.3, selector="topq"), options={"policy": policies()[name]})
+            for name in ("fixed", "lrmoe, two slots")
+        ]
+    for done, spread in zip(jobs, run_jobs(jobs, ranks), strict=True):
+        leaves = done.problem.leaves()
+        assert spread.result.call is not None
+        assert spread.result.out_TD.dtype == done.problem.x_TD.dtype
+        wanted = expected(done.problem, spread.result.call.weight_TK, "sum_rule")
+        for name, grad in spread.result.grads.items():
+            assert grad.dtype == leaves[name].dtype
+            # The sum rule subtracts rounded numbers.
+            assert error(grad, wanted.grads[name]) < (0.3 if name == "topk_weights_TK" else 0.03), name
+        assert error(spread.result.out_TD, wanted.out_TD) < 0.02
+
+
+def poisoned(group: dist.ProcessGroup, jobs: list[Job]) -> list[bool]:
+    """Whether each job gives the same bits where fresh memory reads as NaN."""
+    plain = [one_job(group, job) for job in jobs]
+    with poisoned_memory():
+        again = [one_job(group, job) for job in jobs]
+    return [
+        torch.equal(a[0], b[0]) and all(torch.equal(a[1][name], b[1][name]) for name in a[1])
+        for a, b in zip(plain, again, strict=True)
+    ]
+
+
+def test_memory_that_nobody_wrote_is_never_read() -> None:
+    """Buffers of rows are as long as the pairs; what lies behind the live ones must not matter, be it NaN."""
+    holes_TK = torch.where(torch.arange(52).view(26, 2) % 7 == 0, -1, make(tokens=26, experts=7).ids_TK)
+    jobs = [
+        Job(
+            problem=make(ids_TK=holes_TK, mask_T=mask_T, experts=7, bias=True),
+            config=LRMoEConfig(drop=drop, save=save, router_grad=router_grad),
+            shares=[20, 6],
+            options={"policy": policies()[name]},
+        )
+        for (drop, save, router_grad, mask_T), name in zip(
+            itertools.product((0.0, 0.5), SAVES, ROUTER_GRADS, (None, torch.arange(26) % 3 != 0)),
+            itertools.cycle(("fixed", "random", "random, other")),
+            strict=False,
+        )
+    ]
+    assert run_world(2, poisoned, jobs) == [[True] * len(jobs)] * 2
