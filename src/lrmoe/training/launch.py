@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
 
@@ -73,6 +74,22 @@ class _Worker:
         return self.dead and self.result is None
 
 
+def warm_up() -> None:
+    """Begins to import what the workers need, in a process that they are then forked from. Optional: it saves time
+    where this process has something to do before :func:`launch`."""
+    if _method() == "forkserver":
+        # Once for all workers; by themselves, each would import the same on the same few cores.
+        multiprocessing.set_forkserver_preload(["lrmoe.training.run", "lrmoe.terminal"])
+        with _without_interrupts():
+            forkserver.ensure_running()
+
+
+def _method() -> str:
+    # CUDA does not survive a fork once a library has as much as asked for it.
+    has_fork_server = "forkserver" in multiprocessing.get_all_start_methods()
+    return "forkserver" if has_fork_server and torch.version.cuda is None and torch.version.hip is None else "spawn"
+
+
 def launch(work: Work, *args: Any, size: int, timeout: float) -> int:
     """Runs ``work(world, *args)`` in ``size`` processes of this machine that find each other over torch.distributed.
 
@@ -92,7 +109,7 @@ def launch(work: Work, *args: Any, size: int, timeout: float) -> int:
         RunFailure: if a rank failed or was killed; the others are then stopped.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
+    context: Any = multiprocessing.get_context(_method())
     workers: list[_Worker] = []
     # Held open, and never written to: a worker ends when its end closes.
     lifelines: list[Connection] = []
@@ -195,6 +212,7 @@ def _main(
     work: Work,
     args: tuple[Any, ...],
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     # What torchrun would set, and libraries read.
     threads = max(1, (os.cpu_count() or 1) // size)
