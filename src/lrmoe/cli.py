@@ -60,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return _fail(verb, str(error))
     except RuntimeError as error:
-        from lrmoe.training.launch import RunFailure
+        from lrmoe.training.launch import in_a_line
 
-        if not isinstance(error, RunFailure):
+        if (message := in_a_line(error)) is None:
             raise
-        _fail(verb, str(error))
+        _fail(verb, message)
         return 1
     except KeyboardInterrupt:
         print(f"{verb}: interrupted; continue with --resume", file=sys.stderr)
@@ -235,11 +235,15 @@ def _train(given: dict[str, Any]) -> int:
     _need(*_EXTRA)
     out, resume, overwrite = given.pop("out"), given.pop("resume", False), given.pop("overwrite", False)
     config = _train_config(_stored(out, resume, "train"), given)
-    _quiet_libraries()
-    from lrmoe.training.run import check
+    from lrmoe.training.launch import launch, warm_up
     from lrmoe.training.world import World, join_world, torchrun_size
 
     size = torchrun_size() or 1
+    if size == 1 and config.ep > 1:
+        warm_up()
+    _quiet_libraries()
+    from lrmoe.training.run import check
+
     if size > 1:
         world, complaint = join_world(timeout=config.rank_timeout), None
         try:
@@ -249,8 +253,6 @@ def _train(given: dict[str, Any]) -> int:
         world.agree(complaint)
         return _train_rank(world, config, out, resume, overwrite)
     if config.ep > 1:
-        from lrmoe.training.launch import launch
-
         check(config, out, size=config.ep, resume=resume, overwrite=overwrite)
         return launch(_train_rank, config, out, resume, overwrite, size=config.ep, timeout=config.rank_timeout)
     return _train_rank(World(), config, out, resume, overwrite)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from lrmoe.training.world import World, join_world
+from lrmoe.training.world import join_world, torchrun_size
 
 # A rank that loses another complains of it; this long the others get to say what it was that happened to them.
 _GRACE_SECONDS = 8.0
@@ -266,4 +266,13 @@ def _end_with_parent(lifeline: Connection) -> None:
         os._exit(1)
 
 
-__all__ = ["RunFailure", "World", "is_loss", "launch"]
+def in_a_line(error: RuntimeError) -> str | None:
+    """What to tell the user of a run that several processes could not finish together; None for any other error."""
+    if isinstance(error, RunFailure):
+        return str(error)
+    if torchrun_size() is not None and is_loss(error):
+        return f"rank {os.environ['RANK']} stopped: {error}; continue with --resume"
+    return None
+
+
+__all__ = ["RunFailure", "in_a_line", "launch", "warm_up"]
