@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from heapq import heapify, heappop, heappush, heapreplace
 
 from torch import Tensor
 
@@ -102,10 +103,13 @@ def replicate(loads: Sequence[int], copies: int) -> tuple[list[int], list[Fracti
     One copy of each, then one more of whichever has the most load a copy, lower first among equals.
     """
     owner, counts = list(range(len(loads))), [1] * len(loads)
+    queue = [(Fraction(-load), expert) for expert, load in enumerate(loads)]
+    heapify(queue)
     for _ in range(copies - len(loads)):
-        most = max(range(len(loads)), key=lambda e: (Fraction(loads[e], counts[e]), -e))
+        _, most = queue[0]
         owner.append(most)
         counts[most] += 1
+        heapreplace(queue, (Fraction(-loads[most], counts[most]), most))
     return owner, [Fraction(loads[expert], counts[expert]) for expert in owner]
 
 
@@ -113,9 +117,10 @@ def pack(weights: Sequence[Fraction], num_packs: int) -> list[list[int]]:
     """The items in each pack, as many in each: heaviest first, each to the lightest pack with room."""
     room = len(weights) // num_packs
     packs: list[list[int]] = [[] for _ in range(num_packs)]
-    sums = [Fraction(0)] * num_packs
+    queue = [(Fraction(0), number) for number in range(num_packs)]
     for item in sorted(range(len(weights)), key=lambda i: -weights[i]):
-        lightest = min((p for p in range(num_packs) if len(packs[p]) < room), key=lambda p: sums[p])
+        weight, lightest = heappop(queue)
         packs[lightest].append(item)
-        sums[lightest] += weights[item]
+        if len(packs[lightest]) < room:
+            heappush(queue, (weight + weights[item], lightest))
     return packs

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heapify, heappop, heappush
 
 import torch
@@ -91,9 +92,9 @@ class LAER(HistoryPolicy):
     def _decide(self, history: LayerHistory) -> Slots | None:
         return self.layout(torch.stack(history.loads).sum(0)) if history.observed else None
 
-    def _route(self, lam_GE: Tensor, slots_EG: Tensor) -> tuple[Tensor, Tensor | None]:
-        routed_GEG = lite_route(lam_GE, slots_EG, self.node_size)
-        return routed_GEG.sum(0), routed_GEG
+    def _route(self, lam_GE: Tensor, slots_EG: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
+        route = partial(lite_route, lam_GE, slots_EG, self.node_size)
+        return route().sum(0), route
 
     def layout(self, lam_GE: Tensor) -> Slots:
         """The candidate of least cost for these loads: replicas by load, or, where it goes up, as many of each."""
@@ -173,14 +174,16 @@ def lite_route(lam_GE: Tensor, slots_EG: Tensor, node_size: int) -> Tensor:
     """
     num_ranks = len(lam_GE)
     node_G = torch.arange(num_ranks) // node_size
-    near_G1G = (node_G.unsqueeze(1) == node_G).unsqueeze(1)
-    open_GEG = slots_EG * near_G1G
-    open_GEG = torch.where(open_GEG.any(2, keepdim=True), open_GEG, slots_EG)
-    upto_GEG = open_GEG.cumsum(2)
-    total_GE = upto_GEG[:, :, -1]
-    more_GE1 = (lam_GE % total_GE).unsqueeze(2)
-    extra_GEG = (more_GE1 - (upto_GEG - open_GEG)).clamp_(min=0).minimum(open_GEG)
-    return open_GEG * (lam_GE // total_GE).unsqueeze(2) + extra_GEG
+    near_N1G = (torch.arange(-(-num_ranks // node_size)).unsqueeze(1) == node_G).unsqueeze(1)
+    open_NEG = slots_EG * near_N1G
+    open_NEG = torch.where(open_NEG.any(2, keepdim=True), open_NEG, slots_EG)
+    upto_NEG = open_NEG.cumsum(2)
+    total_GE = upto_NEG[:, :, -1][node_G]
+    # Of each source the same, in few passes: this is the large table.
+    open_GEG = open_NEG[node_G]
+    routed_GEG = (lam_GE % total_GE).unsqueeze(2) - (upto_NEG - open_NEG)[node_G]
+    torch.minimum(routed_GEG.clamp_(min=0), open_GEG, out=routed_GEG)
+    return routed_GEG.addcmul_(open_GEG, (lam_GE // total_GE).unsqueeze(2))
 
 
 def _require_positive(field: str, value: float) -> float:

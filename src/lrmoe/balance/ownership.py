@@ -7,7 +7,7 @@ Shapes: E experts, G ranks. A *slot* holds the weights of one expert; two slots 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -136,10 +136,12 @@ class HistoryPolicy:
         quota_E = planned_quotas(lam_GE, drop, quota)
         num_ranks, num_experts = lam_GE.shape
         slots_EG = slot_counts(self._layer(layer).placement, num_experts)
-        rows_EG, routed_GEG = self._route(lam_GE, slots_EG)
+        rows_EG, route = self._route(lam_GE, slots_EG)
         first_E = home_ranks(num_experts, num_ranks) if self.ownership == "home" else None
         hosts = hosts_of(slots_EG, first_E)
-        return Plan(hosts, rows_EG, split_quotas(quota_E, rows_EG, hosts), lam_GE, routed_GEG=routed_GEG)
+        # Splitting the quotas of nothing dropped would give the rows, at some length.
+        quota_EG = rows_EG if drop == 0 else split_quotas(quota_E, rows_EG, hosts)
+        return Plan(hosts, rows_EG, quota_EG, lam_GE, route=route)
 
     def state_dict(self) -> dict[str, Any]:
         """Placements, loads and the number of steps, as JSON can hold it."""
@@ -206,8 +208,8 @@ class HistoryPolicy:
         """The next placement, or None for the same."""
         raise NotImplementedError
 
-    def _route(self, lam_GE: Tensor, slots_EG: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The rows (E, G) of each instance, and, where the policy fixes them, the ways (G, E, G) of the rows."""
+    def _route(self, lam_GE: Tensor, slots_EG: Tensor) -> tuple[Tensor, Callable[[], Tensor] | None]:
+        """The rows (E, G) of each instance, and :attr:`Plan.route`."""
         return even_rows(lam_GE.sum(0), slots_EG), None
 
     def _loads(self, lam_GE: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ the router sent to expert e. The *home* of an expert is the rank that owns its w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -47,7 +47,8 @@ class Plan:
         quota_EG: how many of these rows the backward of the instance keeps, 0 <= quota <= rows.
         lam_GE: the loads the plan was made for.
         extra_dropped: rows that the backward leaves out beyond the drop that was asked for, to fit a hard capacity.
-        routed_GEG: ``alloc``, of a policy that fixes it; None for :func:`split_exact`.
+        route: gives ``alloc``, of a policy that fixes the way of its rows; None for :func:`split_exact`. Plans of all
+            layers are kept until the backward, and the table is large.
     """
 
     hosts: tuple[tuple[int, ...], ...]
@@ -55,7 +56,7 @@ class Plan:
     quota_EG: Tensor
     lam_GE: Tensor
     extra_dropped: int = 0
-    routed_GEG: Tensor | None = None
+    route: Callable[[], Tensor] | None = None
 
     @property
     def quota(self) -> Tensor:
@@ -68,8 +69,8 @@ class Plan:
 
         Sums over d give ``lam_GE``, sums over s give ``rows_EG``, both exactly. See :func:`split_exact`.
         """
-        if self.routed_GEG is not None:
-            return self.routed_GEG
+        if self.route is not None:
+            return self.route()
         num_ranks, num_experts = self.lam_GE.shape
         replicated_R = torch.tensor([e for e, ranks in enumerate(self.hosts) if len(ranks) > 1], dtype=torch.int64)
         home_E = torch.tensor([ranks[0] for ranks in self.hosts], dtype=torch.int64)
@@ -135,14 +136,13 @@ class Plan:
         _require_none("rows_EG has rows on a rank that does not host the expert", elsewhere_EG & (self.rows_EG != 0))
         _require_none("quota_EG is not in [0, rows]", (self.quota_EG < 0) | (self.quota_EG > self.rows_EG))
         _require_none("rows_EG does not add up to the loads", self.rows_EG.sum(1) != self.lam_GE.sum(0))
-        if self.routed_GEG is not None:
-            shape = (num_ranks, num_experts, num_ranks)
-            if self.routed_GEG.shape != shape or self.routed_GEG.dtype != torch.int64:
-                found = f"{self.routed_GEG.dtype} {tuple(self.routed_GEG.shape)}"
-                raise ValueError(f"routed_GEG is {found}; it must be int64 {shape}")
-            _require_none("routed_GEG is negative", self.routed_GEG < 0)
-            _require_none("routed_GEG does not add up to lam_GE", self.routed_GEG.sum(2) != self.lam_GE)
-            _require_none("routed_GEG does not add up to rows_EG", self.routed_GEG.sum(0) != self.rows_EG)
+        if self.route is not None:
+            alloc_GEG, shape = self.route(), (num_ranks, num_experts, num_ranks)
+            if alloc_GEG.shape != shape or alloc_GEG.dtype != torch.int64:
+                raise ValueError(f"alloc is {alloc_GEG.dtype} {tuple(alloc_GEG.shape)}; it must be int64 {shape}")
+            _require_none("alloc is negative", alloc_GEG < 0)
+            _require_none("alloc does not add up to lam_GE", alloc_GEG.sum(2) != self.lam_GE)
+            _require_none("alloc does not add up to rows_EG", alloc_GEG.sum(0) != self.rows_EG)
         if slots is not None and ownership != "home":
             held_G = [sum(rank in ranks for ranks in self.hosts) for rank in range(num_ranks)]
             for rank, held in enumerate(held_G):

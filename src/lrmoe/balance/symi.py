@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
+from heapq import heapify, heappop, heappush
 
 from torch import Tensor
 
@@ -60,26 +60,29 @@ class SYMI(HistoryPolicy):
 def slot_shares(popularity_E: Sequence[int], total: int) -> list[int]:
     """How many of ``total`` slots each expert gets: at least one, else its share of the popularity.
 
-    Shares are rounded down, then taken from who is furthest above its share, or given to who is furthest below (lower
-    expert first among equals). In exact fractions. Without any popularity all are alike.
+    Shares are rounded down, then slots taken from whoever with more than one is furthest above its share, or given to
+    who is furthest below (lower expert first among equals). In whole numbers: what is compared are slots times the
+    popularity of all. Without any popularity all are alike.
     """
     whole = sum(popularity_E)
     if whole == 0:
         popularity_E, whole = [1] * len(popularity_E), len(popularity_E)
-    goal_E = [Fraction(popularity * total, whole) for popularity in popularity_E]
-    count_E = [max(int(goal), 1) for goal in goal_E]
-    above_E = [count - goal for count, goal in zip(count_E, goal_E, strict=True)]
-    experts = range(len(count_E))
-    while sum(count_E) > total:
-        expert = max(experts, key=lambda e: (above_E[e], -e))
-        # Who cannot go below one slot goes to the back of the line all the same.
-        if count_E[expert] > 1:
-            count_E[expert] -= 1
-        above_E[expert] -= 1
-    while sum(count_E) < total:
-        expert = min(experts, key=lambda e: (above_E[e], e))
-        count_E[expert] += 1
-        above_E[expert] += 1
+    goal_E = [popularity * total for popularity in popularity_E]
+    count_E = [max(goal // whole, 1) for goal in goal_E]
+    spare = sum(count_E) - total
+    # Of those with one slot the paper's loop takes none either: it passes them over.
+    sign = -1 if spare > 0 else 1
+    queue = [
+        (sign * (count * whole - goal), expert)
+        for expert, (count, goal) in enumerate(zip(count_E, goal_E, strict=True))
+        if spare < 0 or count > 1
+    ]
+    heapify(queue)
+    for _ in range(abs(spare)):
+        distance, expert = heappop(queue)
+        count_E[expert] += sign
+        if spare < 0 or count_E[expert] > 1:
+            heappush(queue, (distance + whole, expert))
     return count_E
 
 
