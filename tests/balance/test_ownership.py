@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from balance.problem import scattered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lrmoe.balance import Policy, get
+from lrmoe.balance import Plan, Policy, get
 from lrmoe.balance.ownership import HistoryPolicy, Move, even_rows, moves_between, ownership_of
 from lrmoe.balance.plan import home_ranks
 from lrmoe.balance.policy import planned_quotas
@@ -226,3 +227,25 @@ def test_every_policy_says_where_the_experts_live() -> None:
         **dict.fromkeys(("symi", "laer"), "sharded"),
         **dict.fromkeys(("flexmoe", "smartmoe"), "placed"),
     }
+
+
+def test_plans_elsewhere_than_at_home_are_checked() -> None:
+    lam_GE = torch.tensor([[3, 5], [2, 1]])
+    plan = get("laer", slots=1).plan(lam_GE)
+    swapped = Plan(plan.hosts[::-1], plan.rows_EG.flip(0), plan.quota_EG.flip(0), lam_GE.flip(1))
+    swapped.validate(1, ownership="sharded")
+    with pytest.raises(ValueError, match=r"hosts\[0\]=\(1,\) must begin with the expert's home, rank 0"):
+        swapped.validate(1)
+    with pytest.raises(ValueError, match="rank 0 hosts 2 experts, but has 1 slots"):
+        get("laer", slots=2).plan(lam_GE).validate(1, ownership="sharded")
+    with pytest.raises(ValueError, match=r"hosts\[1\] is empty"):
+        replace(plan, hosts=(plan.hosts[0], ())).validate(ownership="sharded")
+    alloc_GEG = plan.alloc
+    for wrong, message in (
+        (alloc_GEG[:1], r"alloc is torch.int64 \(1, 2, 2\); it must be int64 \(2, 2, 2\)"),
+        (alloc_GEG.flip(0), "alloc does not add up to lam_GE, first at"),
+        (alloc_GEG.flip(2), "alloc does not add up to rows_EG, first at"),
+        (alloc_GEG - torch.tensor([[[9, -9], [0, 0]]]), "alloc is negative, first at"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(plan, route=lambda table=wrong: table).validate(ownership="sharded")

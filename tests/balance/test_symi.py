@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 from balance.problem import M1, loads
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lrmoe.balance import get
 from lrmoe.balance.ownership import even_rows, slot_counts
@@ -72,3 +76,21 @@ def test_two_microbatches_of_a_step_add_up() -> None:
     for policy in (one, two):
         policy.step()
     assert one.placement(0) == two.placement(0)  # type: ignore[attr-defined]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.integers(0, 20))
+def test_shares_are_those_of_the_published_loop(popularity: list[int], spare: int) -> None:
+    total, whole = len(popularity) + spare, sum(popularity)
+    goal = [Fraction(p * total, whole) if whole else Fraction(total, len(popularity)) for p in popularity]
+    count = [max(int(one), 1) for one in goal]
+    above = [c - g for c, g in zip(count, goal, strict=True)]
+    while sum(count) > total:
+        i = above.index(max(above))
+        count[i] -= count[i] > 1
+        above[i] -= 1
+    while sum(count) < total:
+        i = above.index(min(above))
+        count[i] += 1
+        above[i] += 1
+    assert slot_shares(popularity, total) == count
