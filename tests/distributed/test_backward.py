@@ -106,6 +106,11 @@ def call_in_odd_ways(group: dist.ProcessGroup, problem: Problem) -> dict[str, An
     out_TD = halved.routed_experts(topk_ids_TK=ids_TK, **leaves)
     averaged = torch.autograd.grad(out_TD, list(leaves.values()), grad_TD)
     told["divided"] = same([g if i < 2 else g / group.size() for i, g in enumerate(plain)], list(averaged))
+    if group.size() == 2:
+        compiled = torch.compile(
+            lambda given: engine.routed_experts(topk_ids_TK=ids_TK, **given) * 1.0, backend="eager"
+        )
+        told["compiled"] = same(plain, list(torch.autograd.grad(compiled(leaves), list(leaves.values()), grad_TD)))
     out_TD = engine.routed_experts(topk_ids_TK=ids_TK, **leaves)
     (dx,) = torch.autograd.grad(out_TD.square().sum(), leaves["x_TD"], create_graph=True)
     try:

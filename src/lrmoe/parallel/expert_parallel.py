@@ -137,6 +137,7 @@ class ExpertParallel:
             raise ValueError(f"weight has shape {tuple(weight.shape)}; its first dimension must be {self.num_experts}")
         return weight[self.local_experts.start : self.local_experts.stop]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def routed_experts(
         self,
         x_TD: Tensor,
@@ -157,7 +158,7 @@ class ExpertParallel:
 
         Every rank of the group has to call it, and run the backward of its output, for the same layer in the same
         order, whatever its number of tokens, none included. Gradients of a rank's weights come from the tokens of all
-        ranks.
+        ranks. Under torch.compile the graph breaks here: the split sizes of an all-to-all are numbers on the host.
 
         Args:
             x_TD: this rank's tokens; T may differ between ranks.
@@ -206,10 +207,7 @@ class ExpertParallel:
         down_bias: Tensor | None = None,
         token_mask_T: Tensor | None = None,
     ) -> Tensor:
-        """What layers and hosts call: :meth:`routed_experts` at the position and with the meter of ``control``.
-
-        Under torch.compile the graph breaks here: the split sizes of an all-to-all are numbers on the host.
-        """
+        """What layers and hosts call: :meth:`routed_experts` at the position and with the meter of ``control``."""
         return self._run(
             (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
             control.clock,
