@@ -170,20 +170,24 @@ def place(load_E: Sequence[int], count_E: Sequence[int], num_ranks: int, slots: 
 def lite_route(lam_GE: Tensor, slots_EG: Tensor, node_size: int) -> Tensor:
     """int64 (G, E, G): where each source's rows go: evenly to the expert's slots on its node, else to all.
 
-    Every slot gets the floor of the share, and the first slots in rank order one row more until none is left.
+    Every slot gets the floor of the share, and the first slots in rank order one row more until none is left. All nodes
+    are full, or there is only one.
     """
-    num_ranks = len(lam_GE)
+    num_ranks, num_experts = lam_GE.shape
+    nodes = -(-num_ranks // node_size)
     node_G = torch.arange(num_ranks) // node_size
-    near_N1G = (torch.arange(-(-num_ranks // node_size)).unsqueeze(1) == node_G).unsqueeze(1)
+    near_N1G = (torch.arange(nodes).unsqueeze(1) == node_G).unsqueeze(1)
     open_NEG = slots_EG * near_N1G
     open_NEG = torch.where(open_NEG.any(2, keepdim=True), open_NEG, slots_EG)
     upto_NEG = open_NEG.cumsum(2)
-    total_GE = upto_NEG[:, :, -1][node_G]
-    # Of each source the same, in few passes: this is the large table.
-    open_GEG = open_NEG[node_G]
-    routed_GEG = (lam_GE % total_GE).unsqueeze(2) - (upto_NEG - open_NEG)[node_G]
-    torch.minimum(routed_GEG.clamp_(min=0), open_GEG, out=routed_GEG)
-    return routed_GEG.addcmul_(open_GEG, (lam_GE // total_GE).unsqueeze(2))
+    # Of a node all sources (S) see the same slots. Few passes, as the last table is large.
+    lam_NSE = lam_GE.reshape(nodes, num_ranks // nodes, num_experts)
+    total_N1E = upto_NEG[:, :, -1].unsqueeze(1)
+    open_N1EG = open_NEG.unsqueeze(1)
+    routed_NSEG = (lam_NSE % total_N1E).unsqueeze(3) - (upto_NEG - open_NEG).unsqueeze(1)
+    torch.minimum(routed_NSEG.clamp_(min=0), open_N1EG, out=routed_NSEG)
+    routed_NSEG.addcmul_(open_N1EG, (lam_NSE // total_N1E).unsqueeze(3))
+    return routed_NSEG.view(num_ranks, num_experts, num_ranks)
 
 
 def _require_positive(field: str, value: float) -> float:
