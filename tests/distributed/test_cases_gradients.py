@@ -103,7 +103,7 @@ def offload(group: dist.ProcessGroup, problem: Problem, save: str, how: str) -> 
     names = list(leaves)
     plain = torch.autograd.grad(call(**leaves), list(leaves.values()), grad_TD)
     least = 4 * ids_TK.numel() * 8
-    engine.slots.bank = None
+    engine.store.bank = None
     known = {t.untyped_storage().data_ptr() for t in large_tensors(least)}
     seen = 0
 
@@ -126,7 +126,7 @@ def offload(group: dist.ProcessGroup, problem: Problem, save: str, how: str) -> 
     else:
         out_TD = checkpoint(layer, *leaves.values(), use_reentrant=how == "reentrant")
     known.add(out_TD.untyped_storage().data_ptr())
-    bank = engine.slots.bank
+    bank = engine.store.bank
     assert bank is not None
     known |= {getattr(bank, name).untyped_storage().data_ptr() for name in ("gate_up_proj", "down_proj")}
     left = [t for t in large_tensors(least) if t.untyped_storage().data_ptr() not in known]

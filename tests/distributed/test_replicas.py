@@ -77,8 +77,8 @@ def change_weights(group: dist.ProcessGroup, problem: Problem) -> dict[str, list
         for name in names:
             # Homes that gather over JSON: fp64 survives that bit for bit.
             every = all_experts(group, getattr(module, name).detach())
-            assert engine.slots.bank is not None
-            assert torch.equal(getattr(engine.slots.bank, name), every[hosted]), (how, name)
+            assert engine.store.bank is not None
+            assert torch.equal(getattr(engine.store.bank, name), every[hosted]), (how, name)
 
     for step in range(5):
         compare(f"step {step}")
@@ -268,12 +268,12 @@ def hide(group: dist.ProcessGroup) -> list[Any]:
         x_TD = torch.randn(20, 8, generator=torch.Generator().manual_seed(seed))
         model(x_TD).square().sum().backward()
         optimizer.step()
-    assert engine.slots.bank is not None
-    assert engine.slots.bank.gate_up_proj.numel() > 0
-    kept = {t.untyped_storage().data_ptr() for t in vars_of(engine.slots.bank)}
+    assert engine.store.bank is not None
+    assert engine.store.bank.gate_up_proj.numel() > 0
+    kept = {t.untyped_storage().data_ptr() for t in vars_of(engine.store.bank)}
     owned = [*model.parameters(), *model.buffers(), *model.state_dict().values(), *optimizer.state_dict()["state"]]
     assert not kept & {t.untyped_storage().data_ptr() for t in owned if isinstance(t, Tensor)}
-    assert not any(t.requires_grad for t in vars_of(engine.slots.bank))
+    assert not any(t.requires_grad for t in vars_of(engine.store.bank))
     assert before == (
         [name for name, _ in model.named_parameters()],
         list(model.state_dict()),

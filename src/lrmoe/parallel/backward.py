@@ -5,6 +5,7 @@ T tokens, K choices, L pairs of this rank that have an expert, R rows this rank 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,7 @@ from lrmoe.experts.backward import backward_stats, complete_by_sum_rule, row_noi
 from lrmoe.experts.compacted import Activations, Bank, Needs, RowGradients, Rows, kept_gradients
 from lrmoe.experts.meter import BackwardCall, BackwardStats, record
 from lrmoe.ops.permute import add_to_tokens
-from lrmoe.parallel.call import Call, banks
-from lrmoe.parallel.replicas import reduce_home
+from lrmoe.parallel.call import Call
 from lrmoe.parallel.transport import AllToAllTransport, KeptTransport
 from lrmoe.recalibration import draws
 from lrmoe.recalibration.importance import gradient_norms, pair_scores, token_factors
@@ -43,7 +43,7 @@ class DistributedBackward:
 
     call: Call
     needs: Needs
-    home: Bank
+    owned: Bank
     alpha_TK: Tensor
     token_mask_T: Tensor | None
     own_out_TD: Tensor
@@ -57,8 +57,7 @@ class DistributedBackward:
         """Gradients of (x, alpha, gate_up_proj, down_proj, gate_up_bias, down_bias); None where not needed."""
         call, layout, line = self.call, self.call.layout, self.call.line
         transport = AllToAllTransport(line, layout)
-        if layout.replicated:
-            call.slots.refill(line, layout, self.home)
+        banks = call.store.gather_again(line, layout, self.owned)
         if layout.everything and not call.recording:
             row_M = torch.arange(sum(layout.receive), device=grad_TD.device)
             count_S, weight_M = layout.load_S, torch.ones_like(row_M, dtype=self.alpha_TK.dtype)
@@ -79,8 +78,8 @@ class DistributedBackward:
         grad_MD = carrier.to_experts(grad_MD, "gradients to experts")
         alpha_M = carrier.to_experts(self.alpha_TK.reshape(-1)[pair_M], "routing weights to experts")
         with line.phase("backward experts"):
-            parts = self._experts(grad_MD, alpha_M, weight_M, row_M, count_S, transport)
-        del grad_MD
+            parts = self._experts(grad_MD, alpha_M, weight_M, row_M, count_S, banks, transport)
+        del grad_MD, banks
         dx = dalpha = None
         if self.needs.x:
             dx_MD = carrier.to_tokens(_joined([part.dx_MD for part in parts]), "gradients to tokens")
@@ -112,7 +111,7 @@ class DistributedBackward:
         row_R = torch.arange(factor_R.shape[0], device=factor_R.device)
         if self.call.layout.load_S.sum() < row_R.numel():
             # Rows of nobody come last, behind all instances.
-            rows_S = torch.cat([layout.offs_home_E, layout.offs_slots_S + layout.rows_home]).to(torch.int64)
+            rows_S = torch.cat([bank.offs_S.to(torch.int64) + bank.rows.start for bank in layout.banks])
             instance_R = torch.bucketize(row_R, rows_S, right=True)
             row_R = torch.argsort(torch.where(masked_R, rows_S.numel(), instance_R), stable=True)
         segments = Segments.from_loads(layout.load_S, row_R.numel())
@@ -157,32 +156,32 @@ class DistributedBackward:
         weight_M: Tensor,
         row_M: Tensor,
         count_S: Tensor,
+        banks: Sequence[Bank],
         transport: AllToAllTransport,
     ) -> list[RowGradients]:
-        """Gradients from the home experts and, where this rank holds some, the replicas."""
-        layout, recipe = self.call.layout, self.call.recipe
+        """Gradients of the kept rows and of the weights, bank after bank."""
         source_M = transport.received_place(row_M)
         everything = row_M.numel() == self.phi_sq_R.numel()
-        kept_home = int(count_S[: layout.num_home].sum())
         parts = []
-        for (bank, _, rows), h_R2F in zip(banks(self.call, self.home), self.h_parts, strict=False):
-            is_home = bank is self.home
-            chosen = slice(0, kept_home) if is_home else slice(kept_home, None)
-            counts = count_S[: layout.num_home] if is_home else count_S[layout.num_home :]
+        start = 0
+        for bank, place, h_R2F in zip(banks, self.call.layout.banks, self.h_parts, strict=False):
+            offs_S = count_S[place.instances].cumsum(0)
+            chosen = slice(start, start + (int(offs_S[-1]) if offs_S.numel() else 0))
+            start = chosen.stop
             parts.append(
                 kept_gradients(
                     grad_MD[chosen],
                     alpha_M[chosen],
                     weight_M[chosen],
                     Rows(
-                        row_M[chosen] - rows.start,
+                        row_M[chosen] - place.rows.start,
                         source_M[chosen],
-                        counts.cumsum(0).to(torch.int32),
+                        offs_S.to(torch.int32),
                         everything=everything,
                     ),
                     Activations(self.x_RD, h_R2F),
                     bank,
-                    recipe,
+                    self.call.recipe,
                     self.needs,
                 )
             )
@@ -211,15 +210,16 @@ class DistributedBackward:
         return dalpha_N.view_as(alpha_TK)
 
     def _weight_gradients(self, parts: list[RowGradients]) -> list[Tensor | None]:
-        """Gradients of this rank's experts, with those of their replicas elsewhere."""
-        call, home = self.call, self.home
+        """Gradients of what this rank owns, from all ranks that computed with it."""
+        call = self.call
         gradients: list[Tensor | None] = []
         for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"):
-            weight, gradient = getattr(home, name), getattr(parts[0], name)
-            if gradient is not None and call.layout.replicated:
-                own = getattr(parts[1], name) if len(parts) > 1 else gradient.new_empty(0, *weight.shape[1:])
-                gradient = reduce_home(call.line, call.layout, gradient, own)
-            if gradient is not None and call.gradient_divisor != 1.0:
+            if not getattr(self.needs, name):
+                gradients.append(None)
+                continue
+            of_banks = [getattr(part, name) for part in parts]
+            gradient = call.store.reduce(call.line, call.layout, getattr(self.owned, name), of_banks)
+            if call.gradient_divisor != 1.0:
                 gradient = gradient.div_(call.gradient_divisor)
             gradients.append(gradient)
         return gradients

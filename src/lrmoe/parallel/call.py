@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lrmoe.experts.compacted import Bank, Recipe
+from lrmoe.experts.compacted import Recipe
 from lrmoe.experts.meter import Meter
 from lrmoe.parallel.layout import Layout
-from lrmoe.parallel.replicas import ReplicaSlots
 from lrmoe.parallel.transport import Line
+from lrmoe.parallel.weight_store import WeightStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,7 +24,7 @@ class Call:
 
     layout: Layout
     line: Line
-    slots: ReplicaSlots
+    store: WeightStore
     recipe: Recipe
     load_E: Tensor
     quota_E: Tensor
@@ -34,13 +34,3 @@ class Call:
     train: bool
     recording: bool
     fingerprint: Tensor
-
-
-def banks(call: Call, home: Bank) -> list[tuple[Bank, Tensor, slice]]:
-    """The instances by whose weights they are, with the ends of their groups and their rows in host order."""
-    layout = call.layout
-    banks = [(home, layout.offs_home_E, slice(0, layout.rows_home))]
-    if layout.replicated and layout.offs_slots_S.numel():
-        assert call.slots.bank is not None
-        banks.append((call.slots.bank, layout.offs_slots_S, slice(layout.rows_home, None)))
-    return banks

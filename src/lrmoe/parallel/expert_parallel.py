@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lrmoe.balance import get
-from lrmoe.balance.plan import home_ranks
+from lrmoe.balance.ownership import HistoryPolicy, ownership_of
+from lrmoe.balance.plan import Ownership, home_ranks
 from lrmoe.balance.policy import ExactPolicy, Policy
 from lrmoe.config import LRMoEConfig, require_config, require_count, require_number
 from lrmoe.experts import activations
-from lrmoe.experts.compacted import Recipe
+from lrmoe.experts.compacted import Bank, Recipe
 from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.experts.meter import Meter, is_recording
 from lrmoe.experts.operator import product_dtype, routing_fingerprint
@@ -25,11 +27,15 @@ from lrmoe.parallel.agreement import Loads, Terms, agree_on_engine, gather_loads
 from lrmoe.parallel.balance_meter import BalanceMeter
 from lrmoe.parallel.call import Call
 from lrmoe.parallel.collectives import Traffic
+from lrmoe.parallel.expert_parameters import count_slots
+from lrmoe.parallel.home_store import HomeStore
 from lrmoe.parallel.layout import lay_out
 from lrmoe.parallel.operator import RoutedExperts
+from lrmoe.parallel.placed_store import PlacedStore, counted_slots, move
 from lrmoe.parallel.plan_book import PlanBook
-from lrmoe.parallel.replicas import ReplicaSlots
+from lrmoe.parallel.sharded_store import ShardedStore
 from lrmoe.parallel.transport import Line
+from lrmoe.parallel.weight_store import WeightStore
 
 if TYPE_CHECKING:
     from lrmoe.parallel.clock import PhaseClock
@@ -49,7 +55,12 @@ class ExpertParallel:
         group: the process group; the default group if None. In a group of one nothing is exchanged.
         num_experts: experts of a layer, E, at least as many as ranks.
         policy: a name that :func:`lrmoe.balance.get` knows, or a policy of your own; the same on all ranks.
-        slots: replicas a rank may hold, for a policy given by name.
+        slots: of a rank, for a policy given by name: replicas that it may hold, or, with policies that fill all slots
+            anew, experts in all; None for the policy's own default.
+        storage: ``"policy"`` keeps weights and optimizer state where the policy has them (see
+            :mod:`lrmoe.parallel.weight_store`); ``"home"`` keeps them at home, in a contiguous range of experts a rank,
+            under every policy: ranks that compute with an expert of another then get a copy for the length of a layer.
+            Numbers are the same; what travels and what is held differ.
         capacity: what a rank may hold, in the policy's unit, for a policy given by name; None for no limit.
         config: of the backward, for :meth:`routed_experts`; layers under :func:`lrmoe.attach` bring their own.
         gradient_divisor: what the experts' weight gradients are divided by. They are sums over the tokens of all
@@ -61,7 +72,8 @@ class ExpertParallel:
     Attributes:
         group, rank, size: the group, this process's rank in it, and the number of ranks.
         local_experts: the ids of the experts at home on this rank.
-        slots: the replica slots, shared by all layers.
+        ownership: what this rank owns, ``"home"``, ``"placed"`` or ``"sharded"``.
+        store: where the weights come from that this rank computes with.
         traffic: bytes sent to other ranks, by purpose, since :meth:`metrics` was last read.
 
     Raises:
@@ -74,7 +86,8 @@ class ExpertParallel:
         *,
         num_experts: int,
         policy: str | Policy = "lrmoe",
-        slots: int = 1,
+        slots: int | None = None,
+        storage: Literal["policy", "home"] = "policy",
         capacity: float | None = None,
         config: LRMoEConfig | None = None,
         gradient_divisor: float = 1.0,
@@ -100,8 +113,8 @@ class ExpertParallel:
         self.local_experts = range(homes.index(self.rank), homes.index(self.rank) + homes.count(self.rank))
         own = not isinstance(policy, str)
         if isinstance(policy, str):
-            options = {} if capacity is None else {"capacity": capacity}
-            policy = get(policy, slots=require_count("slots", slots), **options)
+            chosen = {} if slots is None else {"slots": require_count("slots", slots)}
+            policy = get(policy, **chosen, **({} if capacity is None else {"capacity": capacity}))
         elif capacity is not None:
             raise ValueError(f"capacity={capacity!r} is for policies given by name; give it to the policy itself")
         elif not all(hasattr(policy, part) for part in ("name", "slots", "plan", "observe")):
@@ -109,6 +122,10 @@ class ExpertParallel:
                 f"policy={policy!r} is neither the name of a policy nor one, see lrmoe.balance.policy.Policy; "
                 'choose e.g. "lrmoe"'
             )
+        if storage not in ("policy", "home"):
+            raise ValueError(f"storage={storage!r} must be 'policy' or 'home'")
+        if isinstance(policy, HistoryPolicy):
+            policy.prepare(self.num_experts, self.size)
         self.policy = policy
         self.config = require_config(config)
         divisor = float(require_number("gradient_divisor", gradient_divisor))
@@ -121,21 +138,51 @@ class ExpertParallel:
             )
         self.timeout_s = timeout_s
         self.clock = clock
-        self.slots = ReplicaSlots()
+        self.ownership: Ownership = "home" if storage == "home" else ownership_of(policy)
+        self.store = self._make_store()
+        self._layers: dict[int, list[Tensor]] = {}
         self.traffic = Traffic()
         self._book = PlanBook(policy, own=own)
         self._met = False
         self._balance = BalanceMeter()
 
+    def _make_store(self) -> WeightStore:
+        if self.ownership == "placed":
+            assert isinstance(self.policy, HistoryPolicy)
+            return PlacedStore(self.policy.placement, self.rank)
+        if self.ownership == "sharded":
+            return ShardedStore(self.num_experts, self.size, self.rank)
+        return HomeStore(self.num_experts, self.size, self.rank)
+
     def local(self, weight: Tensor) -> Tensor:
-        """This rank's part of a weight of all experts, (E, ...) -> (local experts, ...); a view.
+        """What this rank owns of a weight of all experts, (E, ...): where experts are at home, the rows of
+        :attr:`local_experts`; else a row a slot, or a part of every expert (:mod:`lrmoe.parallel.weight_store`).
 
         Raises:
             ValueError: if it is not of E experts.
         """
-        if weight.dim() < 1 or weight.shape[0] != self.num_experts:
-            raise ValueError(f"weight has shape {tuple(weight.shape)}; its first dimension must be {self.num_experts}")
-        return weight[self.local_experts.start : self.local_experts.stop]
+        if weight.dim() < 2 or weight.shape[0] != self.num_experts:
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}, of all experts its first dimension must be {self.num_experts}"
+            )
+        return self.store.local(weight)
+
+    def register(self, layer: int, *owned: Tensor) -> None:
+        """Says which parameters, of the form :meth:`local` gives, are those of a layer, so that :meth:`step` can move
+        experts. :func:`lrmoe.parallel.parallelize` does it for the layers it finds.
+
+        Args:
+            layer: its number in the calls of :meth:`routed_experts`.
+            owned: the same weights in the same order on every rank.
+        """
+        self._layers[layer] = list(owned)
+        self._count_slots(layer)
+
+    def _count_slots(self, layer: int) -> None:
+        if self.ownership == "placed":
+            assert isinstance(self.policy, HistoryPolicy)
+            for weight in self._layers[layer]:
+                count_slots(weight, counted_slots(self.policy.placement(layer), self.rank))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def routed_experts(
@@ -228,9 +275,44 @@ class ExpertParallel:
         # A copied model travels in the same group, by the same policy.
         return self
 
-    def step(self) -> None:
-        """Call once after each optimizer step, for policies that plan by the step."""
+    def step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Call once after each optimizer step, on every rank: the policy decides for the next one.
+
+        Where it moves experts, their weights and everything of the same shape in the optimizer's state (Adam's moments,
+        master copies) go to their new slots.
+
+        Args:
+            optimizer: of the registered parameters; needed if experts move.
+
+        Raises:
+            ValueError: if experts move, but the optimizer is missing or a layer was not registered.
+            RankFailure: if a rank does not come within the timeout.
+        """
         self.policy.step()
+        if self.ownership != "placed":
+            return
+        assert isinstance(self.policy, HistoryPolicy)
+        line = Line(self.group, self.timeout_s, self.traffic, self.clock)
+        for layer, moves in groupby(self.policy.moves(), key=lambda move: move.layer):
+            if layer not in self._layers:
+                raise ValueError(
+                    f"policy {self.policy.name!r} moves experts of layer {layer}, whose parameters are not known: call "
+                    "ExpertParallel.register(layer, ...) for each layer, or lrmoe.parallel.parallelize"
+                )
+            if optimizer is None:
+                raise ValueError(
+                    f"policy {self.policy.name!r} moves experts, and their optimizer state has to go with them: call "
+                    "ExpertParallel.step(optimizer)"
+                )
+            owned = self._layers[layer]
+            state = [
+                optimizer.state[weight][key]
+                for weight in owned
+                for key in sorted(optimizer.state.get(weight, {}))
+                if getattr(optimizer.state[weight][key], "shape", None) == weight.shape
+            ]
+            move(line, self.rank, list(moves), [*owned, *state])
+            self._count_slots(layer)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON-able values: the policy's name and state."""
@@ -295,13 +377,14 @@ class ExpertParallel:
                 training=train,
             )
             masked_N = None if mask_T is None else ~mask_T.repeat_interleave(ids_TK.shape[1])
-            layout = lay_out(plan, pair_L, masked_N, loads.masked_GE, self.rank)
+            banks, shipping = self.store.arrange(plan, layer)
+            layout = lay_out(plan, pair_L, masked_N, loads.masked_GE, self.rank, banks, shipping)
         if first:
             self._balance.add(plan)
         call = Call(
             layout=layout,
             line=line,
-            slots=self.slots,
+            store=self.store,
             recipe=Recipe(
                 activation=activation,
                 selector=config.selector,
@@ -356,6 +439,7 @@ class ExpertParallel:
         return {
             "num_experts": self.num_experts,
             "policy": f"{self.policy.name!r} with {', '.join(f'{name}={options[name]!r}' for name in sorted(options))}",
+            "storage": self.ownership,
             "gradient_divisor": self.gradient_divisor,
         }
 
@@ -364,12 +448,24 @@ class ExpertParallel:
         x_TD, ids_TK, alpha_TK, *weights, _ = tensors
         for name, tensor in zip(_NAMES, tensors, strict=True):
             _check_plain(name, tensor)
-        check_arguments(*tensors)
-        if tensors[3].shape[0] != len(self.local_experts):
+        owned = Bank(*tensors[3:7])
+        if self.ownership == "sharded" and owned.gate_up_proj.dim() == owned.down_proj.dim() == 3 and x_TD.dim() == 2:
+            owned = self.store.as_experts(owned, x_TD.shape[1])
+        check_arguments(
+            x_TD,
+            ids_TK,
+            alpha_TK,
+            owned.gate_up_proj,
+            owned.down_proj,
+            owned.gate_up_bias,
+            owned.down_bias,
+            tensors[-1],
+        )
+        expected = self.store.num_owned(self.num_experts)
+        if owned.gate_up_proj.shape[0] != expected:
             raise ValueError(
-                f"gate_up_proj has {tensors[3].shape[0]} experts; rank {self.rank} owns {len(self.local_experts)} of "
-                f"the {self.num_experts}, ids {self.local_experts.start} to {self.local_experts.stop - 1}: give these, "
-                "e.g. by ExpertParallel.local"
+                f"gate_up_proj has {owned.gate_up_proj.shape[0]} experts; rank {self.rank} owns {expected} of the "
+                f"{self.num_experts}: give what ExpertParallel.local returns"
             )
         check_ids(ids_TK, self.num_experts)
         dtype = product_dtype(x_TD, tensors[3], activation)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _MARK = "lrmoe_expert"
+_COUNTED = "lrmoe_counted_rows"
 
 
 def mark_experts(*parameters: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -21,6 +25,18 @@ def mark_experts(*parameters: Tensor, group: dist.ProcessGroup | None = None) ->
     ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
     for parameter in parameters:
         setattr(parameter, _MARK, (ranks,))
+
+
+def count_slots(parameter: Tensor, counted: Sequence[bool]) -> None:
+    """Says which rows of a marked parameter a norm has to count: of an expert in several slots, one."""
+    rows = torch.tensor(counted, dtype=torch.bool, device=parameter.device)
+    setattr(parameter, _COUNTED, rows)
+
+
+def counted_rows(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The rows of ``tensor``, of the parameter's shape, that :func:`count_slots` says; all where it said nothing."""
+    rows = getattr(parameter, _COUNTED, None)
+    return tensor if rows is None else tensor[rows]
 
 
 def is_expert(parameter: Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lrmoe.parallel.collectives import all_gather_counts
-from lrmoe.parallel.expert_parameters import check_group, is_expert, is_spread_over, sharding_groups
+from lrmoe.parallel.expert_parameters import check_group, counted_rows, is_expert, is_spread_over, sharding_groups
 
 _WHAT = "gradient norm"
 
@@ -149,7 +149,7 @@ def _square(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
         return torch.zeros((), dtype=torch.float64)
-    local = _local(gradient, like=parameter).detach()
+    local = counted_rows(_local(gradient, like=parameter).detach(), parameter)
     dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
     square: Tensor = torch.linalg.vector_norm(local, dtype=dtype).double().square()
     return square

@@ -1,7 +1,7 @@
 """Where every row of one call travels: from counts and a plan to split sizes and index tensors.
 
 Shapes: T tokens, K choices, L pairs of this rank that have an expert, R rows this rank computes, E experts, G ranks,
-S instances on this rank (its home experts, then its replicas, each ascending by expert).
+S instances on this rank, in the order of their weights (see :mod:`lrmoe.parallel.weight_store`).
 
 Two orders of rows matter. In *send order* a rank's pairs lie by destination rank, then expert, then pair; an all-to-all
 turns it into the *receive order* of the hosts: by source rank, then expert, then pair. In *host order* rows lie by
@@ -13,12 +13,14 @@ pairs [0, 1]. Send orders are [p1 | p0 p2] and [p0 | p1]; rank 1 receives p0 p2 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lrmoe.balance.plan import Plan
+from lrmoe.parallel.weight_store import Shipping
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,15 +31,12 @@ class Layout:
         pair_L: int64, this rank's pairs in send order.
         send, receive: rows to and from each rank.
         order_R: int64, for each row in host order its place in receive order; None where the orders agree.
-        expert_S: int64, the expert of each instance; the first ``num_home`` are at home.
-        offs_home_E, offs_slots_S: int32 ends of the instances' rows, of each bank from its own start.
-        rows_home: rows of the home instances; those of the replicas follow.
+        expert_S: int64, the expert of each instance, bank after bank.
+        banks: of each bank of weights its instances and rows in host order.
         load_S, quota_S: int64, real rows of each instance and how many of them its backward keeps.
         first_S: int64, the place of the instance's first real row among all real pairs of its expert.
         everything: no rank drops anything, and no rank has masked tokens.
-        weights_out: for each rank, which of this rank's home experts (local index) it holds a replica of.
-        weights_in: for each rank, how many of this rank's replicas are at home there.
-        replicated: some rank holds a replica.
+        shipping: how the ranks exchange weights and gradients; None where they need not.
     """
 
     pair_L: Tensor
@@ -45,73 +44,91 @@ class Layout:
     receive: list[int]
     order_R: Tensor | None
     expert_S: Tensor
-    num_home: int
-    offs_home_E: Tensor
-    offs_slots_S: Tensor
-    rows_home: int
+    banks: tuple[BankRows, ...]
     load_S: Tensor
     quota_S: Tensor
     first_S: Tensor
     everything: bool
-    weights_out: list[list[int]]
-    weights_in: list[int]
-    replicated: bool
+    shipping: Shipping | None
 
 
-def lay_out(plan: Plan, sorted_pairs: Tensor, masked_TK: Tensor | None, masked_GE: Tensor, rank: int) -> Layout:
+@dataclass(frozen=True, slots=True)
+class BankRows:
+    """The part of one bank of weights: ``instances`` of all instances, ``rows`` in host order, and the int32 ends
+    ``offs_S`` of its instances' rows, from the bank's own start."""
+
+    instances: slice
+    rows: slice
+    offs_S: Tensor
+
+
+def lay_out(
+    plan: Plan,
+    sorted_pairs: Tensor,
+    masked_TK: Tensor | None,
+    masked_GE: Tensor,
+    rank: int,
+    banks: Sequence[Sequence[int]],
+    shipping: Shipping | None,
+) -> Layout:
     """This rank's part of ``plan``.
 
     Args:
         plan: for the real pairs of all ranks.
         sorted_pairs: int64, this rank's pairs that have an expert, by expert, then pair.
         masked_TK: bool, which of this rank's pairs belong to masked tokens, flattened as the pairs are numbered; None
-            for none. They are computed at their expert's home, outside of the plan.
+            for none. They are computed by their expert's first host, outside of the plan.
         masked_GE: int64 CPU, masked pairs of each rank for each expert.
         rank: of this process.
+        banks: the experts whose weights this rank has at hand, in the order of the weights; between them all experts
+            that the plan has this rank host. One that comes twice computes where it comes first.
+        shipping: handed on.
     """
     device = sorted_pairs.device
-    num_ranks = plan.lam_GE.shape[0]
-    home_E = torch.tensor([ranks[0] for ranks in plan.hosts])
+    first_host_E = torch.tensor([ranks[0] for ranks in plan.hosts])
     alloc_GEG = plan.alloc
-    rows_GE = alloc_GEG[:, :, rank] + torch.where(home_E == rank, masked_GE, 0)
+    rows_GE = alloc_GEG[:, :, rank] + torch.where(first_host_E == rank, masked_GE, 0)
     real_EG = alloc_GEG[rank].clone()
-    sent_EG = real_EG.scatter_add(1, home_E.unsqueeze(1), masked_GE[rank].unsqueeze(1))
+    sent_EG = real_EG.scatter_add(1, first_host_E.unsqueeze(1), masked_GE[rank].unsqueeze(1))
     del alloc_GEG
 
-    home = (home_E == rank).nonzero().squeeze(-1).tolist()
-    replicas = list(plan.slots[rank])
-    expert_S = torch.tensor([*home, *replicas], dtype=torch.int64)
-    order_R = _host_order(rows_GE, expert_S)
-    rows_S = rows_GE.sum(0)[expert_S]
+    experts = [expert for bank in banks for expert in bank]
+    expert_S = torch.tensor(experts, dtype=torch.int64)
+    again_S = torch.tensor([expert in experts[:place] for place, expert in enumerate(experts)], dtype=torch.bool)
+    rows_GS = rows_GE[:, expert_S].masked_fill(again_S, 0)
+    order_R = _host_order(rows_GS, expert_S)
     in_order = bool((order_R[1:] > order_R[:-1]).all())
-    weights_out = [[e - home[0] for e in plan.slots[other] if home_E[e] == rank] for other in range(num_ranks)]
-    homes_of_replicas = home_E[replicas].tolist() if replicas else []
     return Layout(
-        pair_L=_send_order(plan, sorted_pairs, masked_TK, masked_GE[rank], home_E, real_EG),
+        pair_L=_send_order(plan, sorted_pairs, masked_TK, masked_GE[rank], first_host_E, real_EG),
         send=sent_EG.sum(0).tolist(),
-        receive=rows_GE[:, expert_S].sum(1).tolist(),
+        receive=rows_GS.sum(1).tolist(),
         order_R=None if in_order else order_R.to(device),
         expert_S=expert_S.to(device),
-        num_home=len(home),
-        offs_home_E=rows_S[: len(home)].cumsum(0).to(torch.int32).to(device),
-        offs_slots_S=rows_S[len(home) :].cumsum(0).to(torch.int32).to(device),
-        rows_home=int(rows_S[: len(home)].sum()),
-        load_S=plan.rows_EG[expert_S, rank].to(device),
-        quota_S=plan.quota_EG[expert_S, rank].to(device),
+        banks=tuple(_bank_rows(rows_GS.sum(0), [len(bank) for bank in banks], device)),
+        load_S=plan.rows_EG[expert_S, rank].masked_fill(again_S, 0).to(device),
+        quota_S=plan.quota_EG[expert_S, rank].masked_fill(again_S, 0).to(device),
         first_S=plan.rows_EG[expert_S, :rank].sum(1).to(device),
         everything=torch.equal(plan.quota_EG, plan.rows_EG) and not bool(masked_GE.any()),
-        weights_out=weights_out,
-        weights_in=[homes_of_replicas.count(other) for other in range(num_ranks)],
-        replicated=plan.num_replicas > 0,
+        shipping=shipping,
     )
 
 
-def _host_order(rows_GE: Tensor, expert_S: Tensor) -> Tensor:
+def _bank_rows(rows_S: Tensor, sizes: list[int], device: torch.device) -> Iterator[BankRows]:
+    instance = row = 0
+    for size in sizes:
+        offs_S = rows_S[instance : instance + size].cumsum(0)
+        end = row + (int(offs_S[-1]) if size else 0)
+        yield BankRows(slice(instance, instance + size), slice(row, end), offs_S.to(torch.int32).to(device))
+        instance, row = instance + size, end
+
+
+def _host_order(rows_GS: Tensor, expert_S: Tensor) -> Tensor:
     """For each row in host order, its place in receive order."""
-    arrived_GS = rows_GE[:, expert_S.sort().values]
+    by_expert_S = expert_S.argsort(stable=True)
+    arrived_GS = rows_GS[:, by_expert_S]
     start_GS = (arrived_GS.reshape(-1).cumsum(0) - arrived_GS.reshape(-1)).view_as(arrived_GS)
-    column_S = expert_S.argsort().argsort()
-    count_SG = arrived_GS[:, column_S].t().reshape(-1)
+    column_S = by_expert_S.argsort()
+    count_SG = rows_GS.t().reshape(-1)
     # Row i of a block that starts at place b in host order and at place s in receive order comes from s + (i - b).
     shift_SG = start_GS[:, column_S].t().reshape(-1) - (count_SG.cumsum(0) - count_SG)
     return torch.repeat_interleave(shift_SG, count_SG) + torch.arange(int(count_SG.sum()))
@@ -122,12 +139,12 @@ def _send_order(
     sorted_pairs: Tensor,
     masked_TK: Tensor | None,
     masked_E: Tensor,
-    home_E: Tensor,
+    first_host_E: Tensor,
     real_EG: Tensor,
 ) -> Tensor:
     """This rank's pairs by destination, then expert, then pair; ``real_EG`` of its real ones go to each rank."""
-    # Homes ascend with the experts: without replicas, pairs by expert are pairs by destination.
-    if plan.num_replicas == 0:
+    # Where each expert has one host and the hosts ascend with the experts, pairs by expert are pairs by destination.
+    if plan.num_replicas == 0 and bool((first_host_E[1:] >= first_host_E[:-1]).all()):
         return sorted_pairs
     device = sorted_pairs.device
     num_ranks, num_experts = plan.lam_GE.shape
@@ -137,6 +154,6 @@ def _send_order(
         destination = real_destination
     else:
         masked_L = masked_TK[sorted_pairs]
-        destination = home_E.repeat_interleave(real_EG.sum(1) + masked_E).to(device)
+        destination = first_host_E.repeat_interleave(real_EG.sum(1) + masked_E).to(device)
         destination[~masked_L] = real_destination
     return sorted_pairs[torch.argsort(destination, stable=True)]

@@ -27,7 +27,7 @@ from lrmoe.experts.validation import check_same_routing
 from lrmoe.ops.autocast import without_autocast
 from lrmoe.ops.permute import weighted_combine
 from lrmoe.parallel.backward import DistributedBackward
-from lrmoe.parallel.call import Call, banks
+from lrmoe.parallel.call import Call
 from lrmoe.parallel.transport import AllToAllTransport
 
 
@@ -46,10 +46,10 @@ class RoutedExperts(torch.autograd.Function):
         token_mask_T: Tensor | None,
         call: Call,
     ) -> Tensor:
-        home = Bank(gate_up_proj, down_proj, gate_up_bias, down_bias)
+        owned = Bank(gate_up_proj, down_proj, gate_up_bias, down_bias)
         on_cpu = x_TD.device.type == "cpu"
         with Stopwatch(call.meter if call.train else None, "forward_seconds", on_cpu), without_autocast(x_TD.device):
-            out_TD, own_out_TD, y_LD, x_RD, h_parts, phi_sq_R = _forward(x_TD, alpha_TK, home, call)
+            out_TD, own_out_TD, y_LD, x_RD, h_parts, phi_sq_R = _forward(x_TD, alpha_TK, owned, call)
         ctx.call = call
         if call.train:
             ctx.save_for_backward(
@@ -65,7 +65,7 @@ class RoutedExperts(torch.autograd.Function):
         call: Call = ctx.call
         (
             x_RD, own_out_TD, y_LD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
-            h_home, h_slots, phi_sq_R, pair_L, fingerprint,
+            h_first, h_second, phi_sq_R, pair_L, fingerprint,
         ) = ctx.saved_tensors  # fmt: skip
         check_same_routing(fingerprint, call.fingerprint)
         if grad_TD is None:
@@ -74,13 +74,13 @@ class RoutedExperts(torch.autograd.Function):
         backward = DistributedBackward(
             call=call,
             needs=Needs(**dict(zip(Needs.__annotations__, ctx.needs_input_grad[:6], strict=True))),
-            home=Bank(gate_up_proj, down_proj, gate_up_bias, down_bias),
+            owned=Bank(gate_up_proj, down_proj, gate_up_bias, down_bias),
             alpha_TK=alpha_TK,
             token_mask_T=token_mask_T,
             own_out_TD=own_out_TD,
             y_LD=y_LD,
             x_RD=x_RD,
-            h_parts=(h_home, h_slots),
+            h_parts=(h_first, h_second),
             phi_sq_R=phi_sq_R,
             pair_L=pair_L,
         )
@@ -90,16 +90,15 @@ class RoutedExperts(torch.autograd.Function):
 
 
 def _forward(
-    x_TD: Tensor, alpha_TK: Tensor, home: Bank, call: Call
+    x_TD: Tensor, alpha_TK: Tensor, owned: Bank, call: Call
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
-    """(out_TD, own_out_TD, y_LD, x_RD, (h of home rows, h of replicas' rows), phi_sq_R); own_out_TD and y_LD are empty
+    """(out_TD, own_out_TD, y_LD, x_RD, h of each of two banks, phi_sq_R); own_out_TD and y_LD are empty
     where the router's gradient does not need them, h with save="input"."""
     layout, line, recipe = call.layout, call.line, call.recipe
     transport = AllToAllTransport(line, layout)
     num_tokens, top_k = alpha_TK.shape
     pair_L = layout.pair_L
-    if layout.replicated:
-        call.slots.fill(line, layout, home)
+    banks = call.store.gather(line, layout, owned)
     with line.phase("dispatch"):
         x_LD = x_TD.index_select(0, pair_L // top_k)
     x_RD = transport.to_experts(x_LD, "tokens to experts")
@@ -107,13 +106,13 @@ def _forward(
     with line.phase("forward experts"):
         keep_h = call.train and recipe.save == "preactivation"
         parts = []
-        for bank, offs_S, rows in banks(call, home):
-            rows_RD = transport.in_host_order(x_RD)[rows]
+        for bank, part in zip(banks, layout.banks, strict=True):
+            rows_RD = transport.in_host_order(x_RD)[part.rows]
             parts.append(
                 forward_rows(
                     rows_RD,
                     bank,
-                    offs_S,
+                    part.offs_S,
                     recipe.activation,
                     live=rows_RD.shape[0],
                     norms=call.train,
@@ -121,10 +120,11 @@ def _forward(
                 )
             )
             del rows_RD
+        del banks, bank
         y_RD = torch.cat([part.y_RD for part in parts]) if len(parts) > 1 else parts[0].y_RD
         phi_sq_R = torch.cat([part.phi_sq_R for part in parts])
-        h_slots = parts[1].h_R2F if len(parts) > 1 else parts[0].h_R2F.new_empty(0, parts[0].h_R2F.shape[1])
-        h_parts = (parts[0].h_R2F, h_slots)
+        h_second = parts[1].h_R2F if len(parts) > 1 else parts[0].h_R2F.new_empty(0, parts[0].h_R2F.shape[1])
+        h_parts = (parts[0].h_R2F, h_second)
     y_LD = transport.to_tokens(y_RD, "outputs to tokens")
     del y_RD, parts
     with line.phase("combine"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lrmoe.balance.ownership import ownership_of
 from lrmoe.balance.plan import Plan
 from lrmoe.balance.policy import Policy
 from lrmoe.config import Quota
@@ -70,7 +71,7 @@ class PlanBook:
         ):
             plan = self.policy.plan(real_GE, drop=drop, quota=quota, layer=layer)
             if self.own:
-                plan.validate(self.policy.slots)
+                plan.validate(self.policy.slots, ownership=ownership_of(self.policy))
             entry = entries[(step, microbatch)] = _Entry(masked_GE, drop, plan, observed=False)
         first = training and not entry.observed
         if first:

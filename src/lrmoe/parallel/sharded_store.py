@@ -1,0 +1,153 @@
+"""Every rank owns 1/G of every expert, and gathers those that it computes with.
+
+Of a weight (E, n, ...) rank r owns the part [start_r, start_r + n_r) of the second dimension, the first n % G ranks one
+more. Placing experts anew then costs nothing: who computes with an expert gets its weights from all ranks, wherever it
+was computed before, and gradients go back the same way. Optimizer state never moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lrmoe.balance.plan import Plan
+from lrmoe.experts.compacted import Bank
+from lrmoe.parallel.layout import Layout
+from lrmoe.parallel.transport import Line
+from lrmoe.parallel.weight_store import Shipping
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered(Shipping):
+    """``experts_G``: what each rank computes with, ascending."""
+
+    experts_G: list[list[int]]
+
+
+def part_sizes(length: int, num_ranks: int) -> list[int]:
+    """How much of a dimension of this length each rank owns."""
+    size, longer = divmod(length, num_ranks)
+    return [size + (rank < longer) for rank in range(num_ranks)]
+
+
+class ShardedStore:
+    """This rank's part of every expert.
+
+    Args:
+        num_experts, num_ranks, rank: E, G and this process's rank.
+    """
+
+    def __init__(self, num_experts: int, num_ranks: int, rank: int) -> None:
+        self._num_experts, self._num_ranks, self._rank = num_experts, num_ranks, rank
+        self._gathered: tuple[Layout, Bank] | None = None
+
+    def local(self, weight: Tensor) -> Tensor:
+        """This rank's part of each expert; a view."""
+        sizes = part_sizes(weight.shape[1], self._num_ranks)
+        start = sum(sizes[: self._rank])
+        return weight[:, start : start + sizes[self._rank]]
+
+    def num_owned(self, num_experts: int) -> int:
+        """See :class:`~lrmoe.parallel.weight_store.WeightStore`."""
+        return num_experts
+
+    def as_experts(self, owned: Bank, width: int) -> Bank:
+        """Stand-ins for the whole experts. See :class:`~lrmoe.parallel.weight_store.WeightStore`.
+
+        Raises:
+            ValueError: if the parts are not this rank's.
+        """
+        expert_width = owned.down_proj.shape[-1]
+        shapes = {
+            "gate_up_proj": (2 * expert_width, width),
+            "down_proj": (width, expert_width),
+            "gate_up_bias": (2 * expert_width,),
+            "down_bias": (width,),
+        }
+        whole: list[Tensor | None] = []
+        for name, (length, *rest) in shapes.items():
+            part = getattr(owned, name)
+            if part is None:
+                whole.append(None)
+                continue
+            expected = (self._num_experts, part_sizes(length, self._num_ranks)[self._rank], *rest)
+            if tuple(part.shape) != expected:
+                raise ValueError(
+                    f"{name} has shape {tuple(part.shape)}; rank {self._rank} owns the part {expected} of all experts: "
+                    "give what ExpertParallel.local returns for the whole weight"
+                )
+            whole.append(part.new_empty(()).expand(self._num_experts, length, *rest))
+        gate_up, down, *biases = whole
+        assert gate_up is not None
+        assert down is not None
+        return Bank(gate_up, down, *biases)
+
+    def arrange(self, plan: Plan, layer: int) -> tuple[Sequence[Sequence[int]], Shipping | None]:
+        """One bank: what the plan has this rank compute with, ascending."""
+        experts_G: list[list[int]] = [[] for _ in range(self._num_ranks)]
+        for expert, ranks in enumerate(plan.hosts):
+            for rank in ranks:
+                experts_G[rank].append(expert)
+        return [experts_G[self._rank]], Gathered(experts_G)
+
+    def gather(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
+        """Whole weights of this rank's experts, from all ranks."""
+        shipping = layout.shipping
+        assert isinstance(shipping, Gathered)
+        self._gathered = None
+        width, expert_width = owned.gate_up_proj.shape[2], owned.down_proj.shape[2]
+        bank = Bank(
+            self._whole(line, shipping, owned.gate_up_proj, 2 * expert_width),
+            self._whole(line, shipping, owned.down_proj, width),
+            None if owned.gate_up_bias is None else self._whole(line, shipping, owned.gate_up_bias, 2 * expert_width),
+            None if owned.down_bias is None else self._whole(line, shipping, owned.down_bias, width),
+        )
+        self._gathered = layout, bank
+        return [bank]
+
+    def gather_again(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
+        """The same for a backward: nothing is sent where no other layer came in between."""
+        if self._gathered is not None and self._gathered[0] is layout:
+            return [self._gathered[1]]
+        return self.gather(line, layout, owned)
+
+    def reduce(self, line: Line, layout: Layout, owned: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """This rank's part of each expert's gradient, from all that computed with it, in ascending order of rank."""
+        shipping = layout.shipping
+        assert isinstance(shipping, Gathered)
+        experts, rest = shipping.experts_G, owned.shape[2:]
+        sizes = part_sizes(parts[0].shape[1], self._num_ranks)
+        own = owned.shape[1]
+        out = [part.reshape(-1, *rest) for part in torch.split(parts[0], sizes, dim=1)]
+        arrived = line.exchange(
+            torch.cat(out),
+            [len(part) for part in out],
+            [len(held) * own for held in experts],
+            "gradients to owners",
+        )
+        total = torch.zeros_like(owned, dtype=torch.promote_types(owned.dtype, torch.float32))
+        at = 0
+        for held in experts:
+            rows = arrived[at : at + len(held) * own].view(len(held), own, *rest)
+            total.index_add_(0, torch.tensor(held, dtype=torch.int64, device=total.device), rows.to(total.dtype))
+            at += len(held) * own
+        return total.to(owned.dtype)
+
+    def _whole(self, line: Line, shipping: Gathered, part: Tensor, length: int) -> Tensor:
+        """(experts of this rank, ``length``, ...), from the part (E, n_r, ...) that each rank owns."""
+        experts, rest = shipping.experts_G, part.shape[2:]
+        sizes = part_sizes(length, self._num_ranks)
+        wanted = torch.tensor([e for held in experts for e in held], dtype=torch.int64, device=part.device)
+        rows = part.detach().index_select(0, wanted).reshape(-1, *rest)
+        count = len(experts[self._rank])
+        arrived = line.exchange(
+            rows,
+            [len(held) * part.shape[1] for held in experts],
+            [count * size for size in sizes],
+            "weights from owners",
+        )
+        pieces = torch.split(arrived, [count * size for size in sizes])
+        return torch.cat([piece.view(count, size, *rest) for piece, size in zip(pieces, sizes, strict=True)], dim=1)

@@ -1,0 +1,67 @@
+"""Where the weights that a rank computes with come from, and where their gradients go.
+
+Three ways, after a policy's ``ownership``:
+
+- ``home``: a rank owns a contiguous range of experts; others get copies for the length of a layer
+  (:mod:`lrmoe.parallel.home_store`).
+- ``placed``: a rank owns what its slots hold; at the end of a step experts move, with their optimizer state
+  (:mod:`lrmoe.parallel.placed_store`).
+- ``sharded``: a rank owns 1/G of every expert, and gathers those that it computes with
+  (:mod:`lrmoe.parallel.sharded_store`).
+
+What a rank *owns* are its parameters: tensors of one form in all three, (rows, ...), that an optimizer may hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from lrmoe.balance.plan import Plan
+from lrmoe.experts.compacted import Bank
+
+if TYPE_CHECKING:
+    from lrmoe.parallel.layout import Layout
+    from lrmoe.parallel.transport import Line
+
+
+class Shipping:
+    """How the ranks exchange weights and gradients in one layout; each store has its own."""
+
+
+class WeightStore(Protocol):
+    """One a rank, for all layers. What communicates has to be called by every rank."""
+
+    def local(self, weight: Tensor) -> Tensor:
+        """What this rank owns of a weight of all experts, (E, ...)."""
+
+    def num_owned(self, num_experts: int) -> int:
+        """The first dimension of what this rank owns of a weight of ``num_experts`` experts."""
+
+    def as_experts(self, owned: Bank, width: int) -> Bank:
+        """Stand-ins with the shapes, dtypes and devices of whole experts, one for each row of ``owned``, whose argument
+        checks are then those of one device.
+
+        Args:
+            width: D, of the tokens.
+        """
+
+    def arrange(self, plan: Plan, layer: int) -> tuple[Sequence[Sequence[int]], Shipping | None]:
+        """(the experts of each of this rank's banks in the order of the weights, what is exchanged for it)."""
+
+    def gather(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
+        """The banks of ``layout``'s forward. Communicates."""
+
+    def gather_again(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
+        """The same for its backward. Communicates, unless on all ranks the forward's are still there."""
+
+    def reduce(self, line: Line, layout: Layout, owned: Tensor, parts: Sequence[Tensor]) -> Tensor:
+        """The gradient of one owned weight, from that of each bank; in fp32 or better and in a fixed order.
+        Communicates.
+
+        Args:
+            owned: the weight.
+            parts: gradients by bank, exact zeros for an instance that kept nothing; may be changed in place.
+        """
