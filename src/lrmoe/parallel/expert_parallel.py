@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -74,6 +74,8 @@ class ExpertParallel:
         local_experts: the ids of the experts at home on this rank.
         ownership: what this rank owns, ``"home"``, ``"placed"`` or ``"sharded"``.
         store: where the weights come from that this rank computes with.
+        trace: called with (layer, step, microbatch, lam_GE) of each forward trained on, where somebody sets it; all
+            ranks see the same.
         traffic: bytes sent to other ranks, by purpose, since :meth:`metrics` was last read.
 
     Raises:
@@ -145,6 +147,7 @@ class ExpertParallel:
         self._book = PlanBook(policy, own=own)
         self._met = False
         self._balance = BalanceMeter()
+        self.trace: Callable[[int, int, int, Tensor], None] | None = None
 
     def _make_store(self) -> WeightStore:
         if self.ownership == "placed":
@@ -381,6 +384,8 @@ class ExpertParallel:
             layout = lay_out(plan, pair_L, masked_N, loads.masked_GE, self.rank, banks, shipping)
         if first:
             self._balance.add(plan)
+            if self.trace is not None:
+                self.trace(layer, step, max(microbatch, 0), plan.lam_GE)
         call = Call(
             layout=layout,
             line=line,
