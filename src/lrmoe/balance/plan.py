@@ -72,13 +72,14 @@ class Plan:
         if self.route is not None:
             return self.route()
         num_ranks, num_experts = self.lam_GE.shape
-        replicated_R = torch.tensor([e for e, ranks in enumerate(self.hosts) if len(ranks) > 1], dtype=torch.int64)
-        home_E = torch.tensor([ranks[0] for ranks in self.hosts], dtype=torch.int64)
+        # Where one instance takes all rows of an expert, no matter which, there is nothing to split.
+        only_E = self.rows_EG.argmax(1)
+        split_R = ((self.rows_EG > 0).sum(1) > 1).nonzero().squeeze(1)
         alloc_GEG = torch.zeros(num_ranks, num_experts, num_ranks, dtype=torch.int64)
-        alloc_GEG.scatter_(2, home_E.view(1, -1, 1).expand(num_ranks, -1, 1), self.lam_GE.unsqueeze(2))
-        if replicated_R.numel():
-            split_RGG = split_exact(self.lam_GE.t()[replicated_R], self.rows_EG[replicated_R])
-            alloc_GEG[:, replicated_R] = split_RGG.transpose(0, 1)
+        alloc_GEG.scatter_(2, only_E.view(1, -1, 1).expand(num_ranks, -1, 1), self.lam_GE.unsqueeze(2))
+        if split_R.numel():
+            split_RGG = split_exact(self.lam_GE.t()[split_R], self.rows_EG[split_R])
+            alloc_GEG[:, split_R] = split_RGG.transpose(0, 1)
         return alloc_GEG
 
     @cached_property
