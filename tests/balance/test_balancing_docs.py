@@ -15,11 +15,12 @@ PAGE = DOCS / "balancing.md"
 
 def test_the_snippets_run() -> None:
     snippets = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), flags=re.DOTALL)
-    assert len(snippets) == 2
+    assert len(snippets) == 3
     scope: dict[str, Any] = {}
     for snippet in snippets:
         exec(compile(snippet, str(PAGE), "exec"), scope)
     assert scope["kept"] == [200, 200, 200, 200]
+    assert scope["placed"] == [450, 200, 150, 200]
 
 
 def test_the_table_is_the_benchmarks() -> None:
