@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -54,7 +54,12 @@ class BackwardStats:
 
 
 class Meter:
-    """Totals of one layer since the last :meth:`reset`. Device-side; :meth:`read` synchronises once."""
+    """Totals of one layer since the last :meth:`reset`. Device-side; :meth:`read` synchronises once.
+
+    Attributes:
+        watch: called with the routed pairs per expert, int64 (E,) on the device, of each backward, where somebody sets
+            it; of this rank's part of them under expert parallelism.
+    """
 
     _ids: ClassVar[Iterator[int]] = itertools.count(1)
     _all: ClassVar[weakref.WeakValueDictionary[int, Meter]] = weakref.WeakValueDictionary()
@@ -63,6 +68,7 @@ class Meter:
         self.handle = next(Meter._ids)
         Meter._all[self.handle] = self
         self._untaken_load_E: Tensor | None = None
+        self.watch: Callable[[Tensor], None] | None = None
         self.reset()
 
     @classmethod
@@ -79,6 +85,8 @@ class Meter:
     def add(self, stats: BackwardStats, *, routed_E: Tensor | None = None) -> None:
         """Adds one backward; ``routed_E`` its loads where ``stats`` covers only this rank's part of them."""
         self.backwards += 1
+        if self.watch is not None:
+            self.watch(stats.load_E)
         routed_E = stats.load_E if routed_E is None else routed_E
         untaken_E = self._untaken_load_E
         self._untaken_load_E = routed_E if untaken_E is None else untaken_E + routed_E
