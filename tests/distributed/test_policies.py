@@ -190,3 +190,40 @@ def test_every_policy_composes_with_a_drop(name: str) -> None:
     for rank in run_world(RANKS, one_rank, name, LRMoEConfig(drop=0.25), "policy", False):
         assert rank["kept_share"] == pytest.approx(0.75, abs=0.05)
         assert all(torch.isfinite(torch.tensor(rank["losses"])))
+
+
+def sent_weights(group: dist.ProcessGroup, name: str) -> list[int]:
+    """Bytes of weights that this rank sends for each of: two microbatches, an evaluation, a change past autograd."""
+    policy = get(name, **POLICIES[name])
+    ep = ExpertParallel(group, num_experts=EXPERTS, policy=policy)
+    model = parallelize(make_model(), ep)
+    recal = lrmoe.attach(model, LRMoEConfig(drop=0.2))
+    x_TD, y_TD = batch(group.rank())
+    found = []
+
+    def run(train: bool) -> Tensor:
+        with torch.set_grad_enabled(train):
+            out_TD = model(x_TD)
+        if train:
+            nn.functional.mse_loss(out_TD, y_TD).backward()
+        found.append(ep.metrics()["sent_bytes"].get("weights from owners", 0))
+        return out_TD.detach()
+
+    run(train=True)
+    run(train=True)
+    before = run(train=False)
+    for layer in list(model)[1:3]:
+        for weight in layer.experts.parameters():  # type: ignore[union-attr]
+            weight.data.mul_(1.5)
+    after = run(train=False)
+    assert not torch.allclose(before, after)
+    assert recal.clock.step == 0
+    return found
+
+
+def test_symi_gathers_weights_once_a_step_and_laer_around_each_layer() -> None:
+    for symi, laer in zip(run_world(RANKS, sent_weights, "symi"), run_world(RANKS, sent_weights, "laer"), strict=True):
+        once = symi[0]
+        assert symi == [once, 0, 0, once], "changed weights are seen even where autograd does not see the change"
+        # Of two layers, the backward has the last one's weights still; an evaluation gathers each once.
+        assert laer[0] == laer[1] == laer[2] * 3 // 2 == laer[3] * 3 // 2 > 0

@@ -36,6 +36,8 @@ class SYMI(HistoryPolicy):
 
     name = "symi"
     ownership: Ownership = "sharded"
+    # The slots' weights stay from one optimizer step to the next, in every layer.
+    holds_weights = True
 
     def __init__(self, *, slots: int = 4) -> None:
         super().__init__()

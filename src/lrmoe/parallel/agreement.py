@@ -60,11 +60,13 @@ class Terms:
 @dataclass(frozen=True, slots=True)
 class Loads:
     """int64 CPU: ``real_GE`` and ``masked_GE``, pairs of each rank for each expert, of real and of masked tokens;
-    ``recording``: somebody records, on some rank; all of them then tell what becomes of their pairs."""
+    ``recording``: somebody records, on some rank, and all tell what becomes of their pairs; ``stale``: some rank has no
+    weights, or old ones, of the experts it computes with."""
 
     real_GE: Tensor
     masked_GE: Tensor
     recording: bool
+    stale: bool
 
 
 def gather_loads(
@@ -74,6 +76,7 @@ def gather_loads(
     group: dist.ProcessGroup,
     *,
     recording: bool,
+    stale: bool,
     timeout_s: float | None,
     traffic: Traffic,
 ) -> Loads:
@@ -90,7 +93,7 @@ def gather_loads(
     num_experts = real_E.numel()
     names = list(_NAMES)
     own = [0] * len(names) if terms is None else list(terms.numbers().values())
-    head = torch.tensor([int(terms is None), int(recording), *own], dtype=torch.int64, device=real_E.device)
+    head = torch.tensor([int(terms is None), int(recording), int(stale), *own], device=real_E.device)
     told = all_gather_counts(
         torch.cat([head, real_E, masked_E]), group, what="loads", timeout_s=timeout_s, traffic=traffic
     ).cpu()
@@ -107,7 +110,7 @@ def gather_loads(
             if len(set(value_G)) > 1:
                 raise RuntimeError(_difference(name, value_G))
     real_GE, masked_GE = told[:, head.numel() : -num_experts], told[:, -num_experts:]
-    return Loads(real_GE.contiguous(), masked_GE.contiguous(), bool(told[:, 1].any()))
+    return Loads(real_GE.contiguous(), masked_GE.contiguous(), bool(told[:, 1].any()), bool(told[:, 2].any()))
 
 
 def agree_on_engine(

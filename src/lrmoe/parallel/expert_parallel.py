@@ -16,14 +16,13 @@ from lrmoe.balance.ownership import HistoryPolicy, ownership_of
 from lrmoe.balance.plan import Ownership, home_ranks
 from lrmoe.balance.policy import ExactPolicy, Policy
 from lrmoe.config import LRMoEConfig, require_config, require_count, require_number
-from lrmoe.experts import activations
 from lrmoe.experts.compacted import Bank, Recipe
 from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.experts.meter import Meter, is_recording
-from lrmoe.experts.operator import product_dtype, routing_fingerprint
-from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode
+from lrmoe.experts.operator import routing_fingerprint
 from lrmoe.ops.permute import count_per_expert, sort_by_expert
 from lrmoe.parallel.agreement import Loads, Terms, agree_on_engine, gather_loads
+from lrmoe.parallel.arguments import Tensors, check_call
 from lrmoe.parallel.balance_meter import BalanceMeter
 from lrmoe.parallel.call import Call
 from lrmoe.parallel.collectives import Traffic
@@ -31,7 +30,7 @@ from lrmoe.parallel.expert_parameters import count_slots
 from lrmoe.parallel.home_store import HomeStore
 from lrmoe.parallel.layout import lay_out
 from lrmoe.parallel.operator import RoutedExperts
-from lrmoe.parallel.placed_store import PlacedStore, counted_slots, move
+from lrmoe.parallel.placed_store import PlacedStore, counted_slots, move, with_state
 from lrmoe.parallel.plan_book import PlanBook
 from lrmoe.parallel.sharded_store import ShardedStore
 from lrmoe.parallel.transport import Line
@@ -154,7 +153,8 @@ class ExpertParallel:
             assert isinstance(self.policy, HistoryPolicy)
             return PlacedStore(self.policy.placement, self.rank)
         if self.ownership == "sharded":
-            return ShardedStore(self.num_experts, self.size, self.rank)
+            holds_weights = getattr(self.policy, "holds_weights", False)
+            return ShardedStore(self.num_experts, self.size, self.rank, holds_weights=holds_weights)
         return HomeStore(self.num_experts, self.size, self.rank)
 
     def local(self, weight: Tensor) -> Tensor:
@@ -296,7 +296,7 @@ class ExpertParallel:
             return
         assert isinstance(self.policy, HistoryPolicy)
         line = Line(self.group, self.timeout_s, self.traffic, self.clock)
-        for layer, moves in groupby(self.policy.moves(), key=lambda move: move.layer):
+        for layer, moves in groupby(self.policy.moves(), key=lambda one: one.layer):
             if layer not in self._layers:
                 raise ValueError(
                     f"policy {self.policy.name!r} moves experts of layer {layer}, whose parameters are not known: call "
@@ -307,14 +307,7 @@ class ExpertParallel:
                     f"policy {self.policy.name!r} moves experts, and their optimizer state has to go with them: call "
                     "ExpertParallel.step(optimizer)"
                 )
-            owned = self._layers[layer]
-            state = [
-                optimizer.state[weight][key]
-                for weight in owned
-                for key in sorted(optimizer.state.get(weight, {}))
-                if getattr(optimizer.state[weight][key], "shape", None) == weight.shape
-            ]
-            move(line, self.rank, list(moves), [*owned, *state])
+            move(line, self.rank, list(moves), with_state(self._layers[layer], optimizer))
             self._count_slots(layer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -334,13 +327,13 @@ class ExpertParallel:
             )
         self.policy.load_state_dict(state["state"])
 
-    def _run(self, tensors: _Tensors, clock: Clock, identity_2: Tensor, activation: str) -> Tensor:
+    def _run(self, tensors: Tensors, clock: Clock, identity_2: Tensor, activation: str) -> Tensor:
         x_TD, ids_TK, alpha_TK, *weights, mask_T = tensors
         config, drop = clock.config, float(clock.drop)
         seed, step, microbatch = clock.position_3.tolist()
         layer, handle = identity_2.tolist()
         try:
-            dtype, train = self._check(tensors, activation)
+            dtype, train = check_call(tensors, activation, self.store, num_experts=self.num_experts, rank=self.rank)
             ids_TK = ids_TK.to(torch.int64)
             pair_N, count_E = sort_by_expert(ids_TK.reshape(-1), self.num_experts)
             pair_L = pair_N[: int(count_E.sum())]
@@ -365,7 +358,9 @@ class ExpertParallel:
             )
         except Exception as error:  # Whatever it is: the other ranks must not wait for this one.
             self._refuse(x_TD, error)
-        loads = self._gather_loads(terms, real_E, count_E - real_E)
+        # In the dtype of the products from here on.
+        owned = Bank(*(None if weight is None else weight.to(dtype) for weight in weights))  # type: ignore[arg-type]
+        loads = self._gather_loads(terms, real_E, count_E - real_E, stale=self.store.is_stale(layer, owned))
         line = Line(self.group, self.timeout_s, self.traffic, self.clock)
         with line.phase("plan"):
             plan, first = self._book.plan(
@@ -380,7 +375,7 @@ class ExpertParallel:
                 training=train,
             )
             masked_N = None if mask_T is None else ~mask_T.repeat_interleave(ids_TK.shape[1])
-            banks, shipping = self.store.arrange(plan, layer)
+            banks, shipping = self.store.arrange(plan, layer, loads.stale)
             layout = lay_out(plan, pair_L, masked_N, loads.masked_GE, self.rank, banks, shipping)
         if first:
             self._balance.add(plan)
@@ -410,18 +405,21 @@ class ExpertParallel:
         out_TD: Tensor = RoutedExperts.apply(  # type: ignore[no-untyped-call]
             x_TD.to(dtype),
             alpha_TK.to(torch.promote_types(dtype, torch.float32)),
-            *(None if weight is None else weight.to(dtype) for weight in weights),
+            owned.gate_up_proj,
+            owned.down_proj,
+            owned.gate_up_bias,
+            owned.down_bias,
             mask_T,
             call,
         )
         return out_TD.to(x_TD.dtype)
 
-    def _gather_loads(self, terms: Terms | None, real_E: Tensor, masked_E: Tensor) -> Loads:
+    def _gather_loads(self, terms: Terms | None, real_E: Tensor, masked_E: Tensor, *, stale: bool = False) -> Loads:
         options: dict[str, Any] = {"timeout_s": self.timeout_s, "traffic": self.traffic}
         if not self._met:
             agree_on_engine(self._description(), self.group, real_E.device, **options)
             self._met = True
-        return gather_loads(terms, real_E, masked_E, self.group, recording=is_recording(), **options)
+        return gather_loads(terms, real_E, masked_E, self.group, recording=is_recording(), stale=stale, **options)
 
     def _refuse(self, x_TD: object, error: Exception) -> NoReturn:
         """Tells the other ranks, which already wait for this one's loads, and raises ``error``."""
@@ -447,65 +445,3 @@ class ExpertParallel:
             "storage": self.ownership,
             "gradient_divisor": self.gradient_divisor,
         }
-
-    def _check(self, tensors: _Tensors, activation: str) -> tuple[torch.dtype, bool]:
-        """(dtype of the products, whether a backward may follow), of arguments found right."""
-        x_TD, ids_TK, alpha_TK, *weights, _ = tensors
-        for name, tensor in zip(_NAMES, tensors, strict=True):
-            _check_plain(name, tensor)
-        owned = Bank(*tensors[3:7])
-        if self.ownership == "sharded" and owned.gate_up_proj.dim() == owned.down_proj.dim() == 3 and x_TD.dim() == 2:
-            owned = self.store.as_experts(owned, x_TD.shape[1])
-        check_arguments(
-            x_TD,
-            ids_TK,
-            alpha_TK,
-            owned.gate_up_proj,
-            owned.down_proj,
-            owned.gate_up_bias,
-            owned.down_bias,
-            tensors[-1],
-        )
-        expected = self.store.num_owned(self.num_experts)
-        if owned.gate_up_proj.shape[0] != expected:
-            raise ValueError(
-                f"gate_up_proj has {owned.gate_up_proj.shape[0]} experts; rank {self.rank} owns {expected} of the "
-                f"{self.num_experts}: give what ExpertParallel.local returns"
-            )
-        check_ids(ids_TK, self.num_experts)
-        dtype = product_dtype(x_TD, tensors[3], activation)
-        activations.get(activation)
-        trainable = (x_TD, alpha_TK, *weights)
-        check_not_forward_mode(*trainable)
-        return dtype, torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trainable)
-
-
-_Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
-
-_NAMES = (
-    "x_TD",
-    "topk_ids_TK",
-    "topk_weights_TK",
-    "gate_up_proj",
-    "down_proj",
-    "gate_up_bias",
-    "down_bias",
-    "token_mask_T",
-)
-
-
-def _check_plain(name: str, tensor: Tensor | None) -> None:
-    placements = getattr(tensor, "placements", None)
-    if placements is None:
-        return
-    text = ", ".join(map(str, placements))
-    if any(getattr(placement, "dim", 0) != 0 for placement in placements):
-        raise ValueError(
-            f"{name} is sharded inside the experts ({text}): every rank would see a part of each norm and gradient; "
-            "expert tensor parallelism is not supported, give each rank whole experts"
-        )
-    raise ValueError(
-        f"{name} is a DTensor ({text}); give this rank's own part as a plain tensor, e.g. by .to_local(), or, of "
-        "parameters that FSDP2 shards, inside the forward of the module that it wraps"
-    )

@@ -55,7 +55,11 @@ class HomeStore:
         """``owned``."""
         return owned
 
-    def arrange(self, plan: Plan, layer: int) -> tuple[Sequence[Sequence[int]], Shipping | None]:
+    def is_stale(self, layer: int, owned: Bank) -> bool:
+        """Never: nothing is kept."""
+        return False
+
+    def arrange(self, plan: Plan, layer: int, stale: bool) -> tuple[Sequence[Sequence[int]], Shipping | None]:
         """The experts at home, then the replicas, ascending. See :class:`~lrmoe.parallel.weight_store.WeightStore`."""
         num_ranks = plan.lam_GE.shape[0]
         replicas: list[list[int]] = [[] for _ in range(num_ranks)]

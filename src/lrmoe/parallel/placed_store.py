@@ -55,7 +55,11 @@ class PlacedStore:
         """``owned``: a slot holds a whole expert."""
         return owned
 
-    def arrange(self, plan: Plan, layer: int) -> tuple[Sequence[Sequence[int]], Shipping | None]:
+    def is_stale(self, layer: int, owned: Bank) -> bool:
+        """Never: nothing is kept."""
+        return False
+
+    def arrange(self, plan: Plan, layer: int, stale: bool) -> tuple[Sequence[Sequence[int]], Shipping | None]:
         """One bank, in slot order."""
         placement = self._placement(layer)
         return [placement[self._rank]], _shared(placement, self._rank)
@@ -116,6 +120,17 @@ def move(line: Line, rank: int, moves: Sequence[Move], tensors: Sequence[Tensor]
         sizes = [len(slots) for slots in out], [len(slots) for slots in into]
         arrived = line.exchange(rows, *sizes, "experts to new slots")
         tensor.detach().index_copy_(0, coming, arrived)
+
+
+def with_state(owned: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Parameters, and whatever of their shape the optimizer keeps for them: moments, master copies."""
+    state = [
+        optimizer.state[weight][key]
+        for weight in owned
+        for key in sorted(optimizer.state.get(weight, {}))
+        if getattr(optimizer.state[weight][key], "shape", None) == weight.shape
+    ]
+    return [*owned, *state]
 
 
 def counted_slots(placement: Slots, rank: int) -> list[bool]:

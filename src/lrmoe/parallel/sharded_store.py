@@ -22,9 +22,21 @@ from lrmoe.parallel.weight_store import Shipping
 
 @dataclass(frozen=True, slots=True)
 class Gathered(Shipping):
-    """``experts_G``: what each rank computes with, ascending."""
+    """``experts_G``: what each rank computes with, ascending; ``layer`` and ``generation``: which gathering of which
+    layer's weights this is, by the same count on all ranks."""
 
     experts_G: list[list[int]]
+    layer: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Whole weights of a layer, of one gathering, and what they were gathered from."""
+
+    shipping: Gathered
+    bank: Bank
+    origin: tuple[int, ...]
 
 
 def part_sizes(length: int, num_ranks: int) -> list[int]:
@@ -38,11 +50,16 @@ class ShardedStore:
 
     Args:
         num_experts, num_ranks, rank: E, G and this process's rank.
+        holds_weights: whole weights stay, of every layer, until the parameters change or the policy places experts
+            anew (SYMI); else they are gathered for each forward, and again for its backward if another layer came in
+            between (LAER-MoE).
     """
 
-    def __init__(self, num_experts: int, num_ranks: int, rank: int) -> None:
+    def __init__(self, num_experts: int, num_ranks: int, rank: int, *, holds_weights: bool) -> None:
         self._num_experts, self._num_ranks, self._rank = num_experts, num_ranks, rank
-        self._gathered: tuple[Layout, Bank] | None = None
+        self._holds_weights = holds_weights
+        self._held: dict[int, _Held] = {}
+        self._gatherings = 0
 
     def local(self, weight: Tensor) -> Tensor:
         """This rank's part of each expert; a view."""
@@ -85,19 +102,36 @@ class ShardedStore:
         assert down is not None
         return Bank(gate_up, down, *biases)
 
-    def arrange(self, plan: Plan, layer: int) -> tuple[Sequence[Sequence[int]], Shipping | None]:
+    def is_stale(self, layer: int, owned: Bank) -> bool:
+        """See :class:`~lrmoe.parallel.weight_store.WeightStore`."""
+        held = self._held.get(layer)
+        return self._holds_weights and (held is None or held.origin != _origin(owned))
+
+    def arrange(self, plan: Plan, layer: int, stale: bool) -> tuple[Sequence[Sequence[int]], Shipping | None]:
         """One bank: what the plan has this rank compute with, ascending."""
         experts_G: list[list[int]] = [[] for _ in range(self._num_ranks)]
         for expert, ranks in enumerate(plan.hosts):
             for rank in ranks:
                 experts_G[rank].append(expert)
-        return [experts_G[self._rank]], Gathered(experts_G)
+        held = self._held.get(layer)
+        if self._holds_weights and not stale and held is not None and held.shipping.experts_G == experts_G:
+            return [experts_G[self._rank]], held.shipping
+        self._gatherings += 1
+        return [experts_G[self._rank]], Gathered(experts_G, layer, self._gatherings)
 
     def gather(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
-        """Whole weights of this rank's experts, from all ranks."""
+        """Whole weights of this rank's experts, from all ranks; nothing is sent where all have them."""
         shipping = layout.shipping
         assert isinstance(shipping, Gathered)
-        self._gathered = None
+        held = self._held.get(shipping.layer)
+        if held is not None and held.shipping.generation == shipping.generation:
+            return [held.bank]
+        # Freed before, not after: the memory would be needed twice.
+        if self._holds_weights:
+            self._held.pop(shipping.layer, None)
+        else:
+            self._held.clear()
+        del held
         width, expert_width = owned.gate_up_proj.shape[2], owned.down_proj.shape[2]
         bank = Bank(
             self._whole(line, shipping, owned.gate_up_proj, 2 * expert_width),
@@ -105,13 +139,11 @@ class ShardedStore:
             None if owned.gate_up_bias is None else self._whole(line, shipping, owned.gate_up_bias, 2 * expert_width),
             None if owned.down_bias is None else self._whole(line, shipping, owned.down_bias, width),
         )
-        self._gathered = layout, bank
+        self._held[shipping.layer] = _Held(shipping, bank, _origin(owned) if self._holds_weights else ())
         return [bank]
 
     def gather_again(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
-        """The same for a backward: nothing is sent where no other layer came in between."""
-        if self._gathered is not None and self._gathered[0] is layout:
-            return [self._gathered[1]]
+        """The same for a backward."""
         return self.gather(line, layout, owned)
 
     def reduce(self, line: Line, layout: Layout, owned: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -151,3 +183,17 @@ class ShardedStore:
         )
         pieces = torch.split(arrived, [count * size for size in sizes])
         return torch.cat([piece.view(count, size, *rest) for piece, size in zip(pieces, sizes, strict=True)], dim=1)
+
+
+def _origin(owned: Bank) -> tuple[int, ...]:
+    """What tells these weights from the same tensors after any change: the sums of their bits. Reading this rank's part
+    is cheap beside gathering the whole; autograd's version counters do not see a change through ``.data``."""
+    tensors = (owned.gate_up_proj, owned.down_proj, owned.gate_up_bias, owned.down_bias)
+    return tuple(int(_bits(tensor).sum(dtype=torch.int64)) for tensor in tensors if tensor is not None)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    # Times the place, so that exchanged rows do not cancel.
+    bits = tensor.detach().reshape(-1).view(integers[tensor.element_size()]).to(torch.int64)
+    return bits * torch.arange(1, bits.numel() + 1, device=bits.device)

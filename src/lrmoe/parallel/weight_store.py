@@ -48,8 +48,16 @@ class WeightStore(Protocol):
             width: D, of the tokens.
         """
 
-    def arrange(self, plan: Plan, layer: int) -> tuple[Sequence[Sequence[int]], Shipping | None]:
-        """(the experts of each of this rank's banks in the order of the weights, what is exchanged for it)."""
+    def is_stale(self, layer: int, owned: Bank) -> bool:
+        """Whether this rank keeps whole weights of a layer from one call to the next, and has none that are those of
+        ``owned``."""
+
+    def arrange(self, plan: Plan, layer: int, stale: bool) -> tuple[Sequence[Sequence[int]], Shipping | None]:
+        """(the experts of each of this rank's banks in the order of the weights, what is exchanged for it).
+
+        Args:
+            stale: what is kept has to be renewed, on some rank.
+        """
 
     def gather(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
         """The banks of ``layout``'s forward. Communicates."""
