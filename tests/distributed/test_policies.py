@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import lrmoe
 from lrmoe import LRMoEConfig, Routing
 from lrmoe.balance import get
-from lrmoe.parallel import ExpertParallel, clip_grad_norm_, global_metrics, parallelize
+from lrmoe.parallel import ExpertParallel, checkpoint, clip_grad_norm_, global_metrics, parallelize
 
 RANKS, EXPERTS, TOKENS, STEPS = 4, 8, 32, 5
 
@@ -227,3 +228,21 @@ def test_symi_gathers_weights_once_a_step_and_laer_around_each_layer() -> None:
         assert symi == [once, 0, 0, once], "changed weights are seen even where autograd does not see the change"
         # Of two layers, the backward has the last one's weights still; an evaluation gathers each once.
         assert laer[0] == laer[1] == laer[2] * 3 // 2 == laer[3] * 3 // 2 > 0
+
+
+def saved(group: dist.ProcessGroup, folder: str, name: str, storage: Any) -> str:
+    ep = ExpertParallel(group, num_experts=EXPERTS, policy=get(name, **POLICIES[name]), storage=storage)
+    model = parallelize(make_model(), ep)
+    try:
+        checkpoint.save(folder, step=1, model=model, policy=ep.policy, group=group)
+    except ValueError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.parametrize("name", ["smartmoe", "symi"])
+def test_checkpoints_refuse_experts_that_are_not_at_home(name: str, tmp_path: Path) -> None:
+    for answer in run_world(RANKS, saved, str(tmp_path / "refused"), name, "policy"):
+        assert 'storage="home"' in answer
+    assert not list(tmp_path.glob("refused/*"))
+    assert run_world(RANKS, saved, str(tmp_path / "home"), name, "home") == ["saved"] * RANKS

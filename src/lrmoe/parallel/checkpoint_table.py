@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lrmoe.parallel.checkpoint_state import Range
-from lrmoe.parallel.expert_parameters import check_group, is_expert, is_spread_over
+from lrmoe.parallel.expert_parameters import check_by_range, check_group, is_expert, is_spread_over
 
 Row = dict[str, Any]
 
@@ -41,6 +41,7 @@ def row(
     for name, tensor in tensors.items():
         if is_expert(tensor) and not is_spread_over(tensor, group):
             check_group(name, tensor, group)
+            check_by_range(name, tensor)
             local[name] = tensor
     shared = {
         name: _fingerprint(tensor)

@@ -12,7 +12,7 @@ _MARK = "lrmoe_expert"
 _COUNTED = "lrmoe_counted_rows"
 
 
-def mark_experts(*parameters: Tensor, group: dist.ProcessGroup | None = None) -> None:
+def mark_experts(*parameters: Tensor, group: dist.ProcessGroup | None = None, by_range: bool = True) -> None:
     """Marks parameters of shape (local experts, ...), the first dimension of which is this rank's range of experts.
 
     The mark is on the object: ``copy.deepcopy`` and ``fully_shard`` make new ones, which have to be marked again.
@@ -20,11 +20,12 @@ def mark_experts(*parameters: Tensor, group: dist.ProcessGroup | None = None) ->
     Args:
         parameters: of this rank.
         group: the ranks that hold the experts between them; if given, it is checked wherever the mark is used.
+        by_range: False if the ranks hold them in another way, see :mod:`lrmoe.parallel.weight_store`.
     """
     # The ranks and not the group, so that the parameter can still be pickled.
     ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
     for parameter in parameters:
-        setattr(parameter, _MARK, (ranks,))
+        setattr(parameter, _MARK, (ranks, by_range))
 
 
 def count_slots(parameter: Tensor, counted: Sequence[bool]) -> None:
@@ -50,12 +51,26 @@ def check_group(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -
     Raises:
         ValueError: if it is another.
     """
-    (ranks,) = getattr(parameter, _MARK, (None,))
+    ranks, _ = getattr(parameter, _MARK, (None, True))
     found = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
     if ranks is not None and ranks != found:
         raise ValueError(
             f"{name} holds experts of the ranks {list(ranks)}, but group has the ranks {list(found)}; give "
             "the expert-parallel group, ExpertParallel.group"
+        )
+
+
+def check_by_range(name: str, parameter: Tensor) -> None:
+    """Checks that the rank holds a contiguous range of experts, which is what checkpoints are made of.
+
+    Raises:
+        ValueError: if it holds slots of a policy, or a part of every expert.
+    """
+    _, by_range = getattr(parameter, _MARK, (None, True))
+    if not by_range:
+        raise ValueError(
+            f"{name} holds its experts as the balancing policy places them, which checkpoints do not know; make the "
+            'engine with ExpertParallel(..., storage="home") to train with checkpoints under this policy'
         )
 
 

@@ -41,7 +41,7 @@ def parallelize(model: nn.Module, ep: ExpertParallel) -> nn.Module:
         for key, parameter in list(layer.experts.named_parameters()):
             local = nn.Parameter(ep.local(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
             setattr(layer.experts, key, local)
-            mark_experts(local, group=ep.group)
+            mark_experts(local, group=ep.group, by_range=ep.ownership == "home")
             ignored.add(f"{name}.experts.{key}".lstrip("."))
         ep.register(number, *layer.experts.parameters())
         layer.experts.engine = ep
