@@ -26,7 +26,7 @@ transformers.utils.logging.disable_progress_bar()
 ROWS = 4
 
 
-def sharded(architecture: str, *, seed: int = 0, **sizes: int) -> PreTrainedModel:
+def sharded(architecture: str, *, seed: int = 0, ep_implementation: str = "lrmoe", **sizes: int) -> PreTrainedModel:
     """This rank's part of the model that ``tiny.build`` makes in one process."""
     whole = tiny.build(architecture, seed=seed)
     whole.config.output_router_logits = False
@@ -36,7 +36,7 @@ def sharded(architecture: str, *, seed: int = 0, **sizes: int) -> PreTrainedMode
             None,
             config=whole.config,
             state_dict=whole.state_dict(),
-            distributed_config=DistributedConfig(ep_implementation="lrmoe", **sizes),
+            distributed_config=DistributedConfig(ep_implementation=ep_implementation, **sizes),
         )
         .train()
     )
@@ -59,9 +59,10 @@ def train_step(
     drop: float | None = 0.0,
     options: dict[str, Any] | None = None,
     checkpointing: bool = False,
+    ep_implementation: str = "lrmoe",
 ) -> dict[str, Any]:
     """One backward, of each data-parallel rank's part of the batch; ``drop=None`` attaches nothing."""
-    model = sharded(architecture, **sizes)
+    model = sharded(architecture, ep_implementation=ep_implementation, **sizes)
     if options is not None:
         set_balancer(model, **options)
     recal = None if drop is None else lrmoe.attach(model, LRMoEConfig(drop=drop))
@@ -143,6 +144,15 @@ def test_without_attach_the_backward_is_exact() -> None:
     expected = alone("qwen3_moe")
     for found in run_world(2, train_step, "qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, None):
         assert tiny.largest_difference(found["gradients"], expected["gradients"]) < 2e-5
+
+
+def test_transformers_own_exchange_of_tokens() -> None:
+    """ep_implementation="auto": LRMoE runs the experts on the rows that Transformers has brought."""
+    expected = alone("qwen3_moe")
+    arguments = ("qwen3_moe", {"fsdp_size": 2, "ep_size": 2}, 0.0, None, False, "auto")
+    for found in run_world(2, train_step, *arguments):
+        assert tiny.largest_difference(found["gradients"], expected["gradients"]) < 2e-5
+        assert found["engines"] == 0
 
 
 def evaluate_padded(group: dist.ProcessGroup) -> tuple[float, float]:

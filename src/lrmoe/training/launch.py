@@ -78,10 +78,13 @@ def warm_up() -> None:
     """Begins to import what the workers need, in a process that they are then forked from. Optional: it saves time
     where this process has something to do before :func:`launch`."""
     if _method() == "forkserver":
-        # Once for all workers; by themselves, each would import the same on the same few cores.
-        multiprocessing.set_forkserver_preload(["lrmoe.training.run", "lrmoe.terminal"])
+        multiprocessing.set_forkserver_preload(_IMPORTS)
         with _without_interrupts():
             forkserver.ensure_running()
+
+
+# Once for all workers; by themselves, each would import the same on the same few cores.
+_IMPORTS = ["lrmoe.training.run", "lrmoe.terminal"]
 
 
 def _method() -> str:
@@ -109,6 +112,7 @@ def launch(work: Work, *args: Any, size: int, timeout: float) -> int:
         RunFailure: if a rank failed or was killed; the others are then stopped.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    warm_up()
     context: Any = multiprocessing.get_context(_method())
     workers: list[_Worker] = []
     # Held open, and never written to: a worker ends when its end closes.
