@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     report = verb("report", _report, "Write report.html again from the records of a run folder.")
     report.add_argument("run", type=_path, metavar="DIR", help="what train or compare wrote")
 
-    _add_balance_options(verb("balance", _balance, "Plan loads under each balancing policy, and price the replicas."))
+    _add_balance_options(verb("balance", _balance, "Plan loads under each balancing policy, or play a run to them."))
 
     doctor = verb("doctor", _doctor, "Check the installation, and that a model's experts learn under recalibration.")
     doctor.add_argument("--model", metavar="MODEL", help="preset or checkpoint folder to check (qwen3-moe-tiny)")
@@ -152,19 +152,25 @@ def _add_run_options(parser: argparse.ArgumentParser, without: tuple[str, ...]) 
 def _add_balance_options(parser: argparse.ArgumentParser) -> None:
     from lrmoe.studies.balance_run import BalanceConfig
     from lrmoe.studies.loads import SHAPES
+    from lrmoe.studies.replay_run import ReplayConfig
+    from lrmoe.studies.routing import WORKLOADS
 
     parser.add_argument("--out", type=_path, metavar="DIR", help="folder to write the records to")
     parser.add_argument("--overwrite", action="store_true", help="delete what lrmoe balance wrote to --out before")
-    choices = {"shape": SHAPES, "quota": get_args(Quota)}
-    for field in fields(BalanceConfig):
+    choices = {"shape": SHAPES, "quota": get_args(Quota), "workload": WORKLOADS}
+    shared = {field.name for field in fields(BalanceConfig)}
+    for field in (*fields(BalanceConfig), *(field for field in fields(ReplayConfig) if field.name not in shared)):
         kind = str(field.type).partition(" ")[0]
         default = "" if field.default is None else f" ({field.default:g})" if kind == "float" else f" ({field.default})"
+        names = {"trace": "PATH", "policies": "NAME,..."}
         parser.add_argument(
             "--" + field.name.replace("_", "-"),
             type=_TRAIN_TYPES.get(kind, str),
             choices=choices.get(field.name),
-            metavar=None if field.name in choices else {"int": "N", "float": "X"}.get(kind, "FILE"),
-            help=field.metadata["help"] + default,
+            metavar=None
+            if field.name in choices
+            else names.get(field.name, {"int": "N", "float": "X"}.get(kind, "FILE")),
+            help=field.metadata["help"].replace("%", "%%") + default,
         )
 
 
@@ -329,6 +335,9 @@ def _balance(given: dict[str, Any]) -> int:
     from lrmoe.terminal import console, print_table
 
     out, overwrite = given.pop("out", None), given.pop("overwrite", False)
+    if "trace" in given or "workload" in given:
+        return _replay(given, out, overwrite)
+    _only_of("--trace or --workload", given, BalanceConfig)
     result = balance(BalanceConfig(**given), out, overwrite=overwrite)
     matrices, ranks, experts = result.shape
     console.print(f"loads: {result.source}; {matrices} x {experts} experts on {ranks} ranks", markup=False)
@@ -337,6 +346,31 @@ def _balance(given: dict[str, Any]) -> int:
         print_table(*break_even_rows(result.break_even), note="Expert time saved against replica traffic, a layer.")
     console.print("\n".join(result.notes), markup=False)
     return 0
+
+
+def _replay(given: dict[str, Any], out: Path | None, overwrite: bool) -> int:
+    """``lrmoe balance`` with a run's loads."""
+    _need("numpy", *(["plotly"] if out is not None else []))
+    from lrmoe.studies.replay_run import HEADINGS, NOTE, ReplayConfig, cells, describe, run_replay
+    from lrmoe.terminal import console, print_table
+
+    _only_of("--loads, --shape or --skew alone", given, ReplayConfig)
+    result = run_replay(ReplayConfig(**given), out, overwrite=overwrite)
+    summary = result.summary()
+    console.print("\n".join(describe(summary)), markup=False)
+    print_table(HEADINGS, [cells(record) for record in summary["policies"]], NOTE)
+    console.print("\n".join(summary["notes"]), markup=False)
+    if out is not None:
+        console.print(f"report: {out / 'report.html'}", markup=False)
+    return 0
+
+
+def _only_of(others: str, given: dict[str, Any], config: type) -> None:
+    """ValueError for an option that ``config`` does not have."""
+    known = {field.name for field in fields(config)}
+    for name in given:
+        if name not in known:
+            raise ValueError(f"--{name.replace('_', '-')} is for {others}")
 
 
 def _doctor(given: dict[str, Any]) -> int:

@@ -98,7 +98,7 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
         read_trace(tmp_path)
     part = tmp_path / "part-00000000.npz"
     part.write_bytes(b"PK\x03\x04 half a file")
-    with pytest.raises(ValueError, match="part-00000000.npz is no part of a trace"):
+    with pytest.raises(ValueError, match=r"part-00000000\.npz is no part of a trace"):
         read_trace(tmp_path)
     good = {"lam": np.ones((2, 2, 4), np.int32), **dict.fromkeys(("microbatch", "layer"), np.zeros(2, np.int32))}
     for step, changes, message in (

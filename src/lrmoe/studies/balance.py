@@ -34,6 +34,7 @@ class Expert:
         bandwidth: bytes a second between one rank and the others, in each direction.
         weight_bytes: of one weight, as it is copied to a replica.
         gradient_bytes: of one weight's gradient, as it is sent home.
+        optimizer_bytes: of one weight's state: an fp32 master copy and Adam's two moments.
     """
 
     dim: int = 2048
@@ -42,11 +43,32 @@ class Expert:
     bandwidth: float = 4e11
     weight_bytes: int = 2
     gradient_bytes: int = 4
+    optimizer_bytes: int = 12
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if require_number(name, value) <= 0 or value == float("inf"):
                 raise ValueError(f"{name}={value!r} must be a finite number above 0")
+
+    @property
+    def parameters(self) -> int:
+        """Of one expert: 3 D F."""
+        return 3 * self.dim * self.expert_dim
+
+    @property
+    def weights(self) -> int:
+        """W, bytes of one expert's weights."""
+        return self.weight_bytes * self.parameters
+
+    @property
+    def gradients(self) -> int:
+        """Gr, bytes of one expert's gradients."""
+        return self.gradient_bytes * self.parameters
+
+    @property
+    def optimizer(self) -> int:
+        """O, bytes of one expert's optimizer state."""
+        return self.optimizer_bytes * self.parameters
 
     @property
     def row_seconds(self) -> float:

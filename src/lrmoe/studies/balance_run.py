@@ -12,7 +12,7 @@ from torch import Tensor
 import lrmoe
 from lrmoe.studies.balance import Expert, Record, advice, break_even, contenders, measure
 from lrmoe.studies.loads import SHAPES, read_loads, shaped_loads, skewed_loads
-from lrmoe.training.files import check_out_folder, clear_run, locked, write_json, write_records
+from lrmoe.training.files import check_free, clear_run, locked, write_json, write_records
 
 HEADINGS = (
     "policy",
@@ -52,24 +52,25 @@ class BalanceConfig:
     """
 
     loads: str | None = _field(None, "JSON file: matrix (ranks, experts) of pairs, several, or one load an expert")
-    skew: float | None = _field(None, "synthetic loads: largest over mean rows of a rank (2)")
+    skew: float | None = _field(None, "synthetic loads, or of --workload zipf: largest over mean rows of a rank (2)")
     shape: str | None = _field(None, f"synthetic loads of a shape: {', '.join(SHAPES)}")
     experts: int | None = _field(None, "experts of synthetic loads (128; 16 for a shape)")
     ranks: int | None = _field(
-        None, "ranks of synthetic loads (8; 4 for a shape), or of a file with one load an expert"
+        None,
+        "ranks of synthetic loads (8; 4 for a shape), of a file with one load an expert, or to deal a trace out over",
     )
     tokens: int | None = _field(None, "tokens of a rank, of synthetic loads (4096; 512 for a shape)")
     top_k: int | None = _field(None, "experts a token (8; 2 for a shape)")
-    seed: int | None = _field(None, "of loads with a skew (0)")
+    seed: int | None = _field(None, "of loads with a skew, or of a workload (0)")
     drop: float = _field(0.2, "share of the rows that the backward may leave out")
     quota: Literal["expert", "level"] = _field("expert", "how the drop is spread over experts")
-    slots: int = _field(1, "replicas a rank may hold")
+    slots: int = _field(1, "replicas a rank may hold, of policies with a total: experts on top of its own")
     capacity: float | None = _field(None, "rows whose backward a rank can hold; default: no limit")
     floor: int = _field(1024, "rows that a replica of UltraEP must take where its fast path fails")
-    dim: int = _field(2048, "break-even: model width")
-    expert_dim: int = _field(768, "break-even: expert width")
-    flops: float = _field(4e14, "break-even: operations a second that a rank reaches")
-    bandwidth: float = _field(4e11, "break-even: bytes a second between a rank and the others, each way")
+    dim: int = _field(2048, "model width, of the break-even and of modelled times")
+    expert_dim: int = _field(768, "expert width")
+    flops: float = _field(4e14, "operations a second that a rank reaches")
+    bandwidth: float = _field(4e11, "bytes a second between a rank and the others, each way")
 
     def __post_init__(self) -> None:
         given = [name for name in ("loads", "skew", "shape") if getattr(self, name) is not None]
@@ -146,11 +147,7 @@ def balance(config: BalanceConfig, out: Path | None = None, *, overwrite: bool =
         ValueError: if a setting or the loads' file is wrong, or ``out`` is not free; nothing is written then.
     """
     if out is not None:
-        if out.is_dir() and any(out.iterdir()) and not overwrite:
-            raise ValueError(
-                f"out={str(out)!r} is not empty; give another folder, or --overwrite to replace what it holds"
-            )
-        check_out_folder(out, command="balance", resume=False, overwrite=overwrite)
+        check_free(out, overwrite=overwrite)
     source, loads = config.load()
     asked: Record = {"drop": config.drop, "quota": config.quota, "slots": config.slots, "floor": config.floor}
     policies = [measure(one, loads, config.expert) for one in contenders(capacity=config.capacity, **asked)]

@@ -130,6 +130,17 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
         raise ValueError(f"out={str(out)!r} holds no run (no config.json), so --overwrite will not delete it")
 
 
+def check_free(out: Path, *, overwrite: bool) -> None:
+    """Checks that ``lrmoe balance`` may write into ``out``.
+
+    Raises:
+        ValueError: if it holds anything and is not to be overwritten, or what another command wrote.
+    """
+    if out.is_dir() and any(out.iterdir()) and not overwrite:
+        raise ValueError(f"out={str(out)!r} is not empty; give another folder, or --overwrite to replace what it holds")
+    check_out_folder(out, command="balance", resume=False, overwrite=overwrite)
+
+
 def _check_stored(stored: dict[str, Any], path: Path) -> None:
     """Checks the build of what a run is resumed from; the settings in it are checked by those that take them."""
     needed: list[tuple[str, type]] = [

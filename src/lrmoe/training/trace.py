@@ -51,6 +51,7 @@ class Trace:
     Args:
         lam_NGE: int32, pairs of each source rank for each expert.
         step_N, microbatch_N, layer_N: int32.
+        recorded_on: numbers of ranks that the parts were recorded on, ascending.
         about: what ``trace.json`` says beside the axes; empty for a part alone.
     """
 
@@ -58,6 +59,7 @@ class Trace:
     step_N: Ints
     microbatch_N: Ints
     layer_N: Ints
+    recorded_on: tuple[int, ...]
     about: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -158,6 +160,7 @@ def read_trace(path: Path, *, ranks: int | None = None) -> Trace:
         step_N=columns["step"],
         microbatch_N=columns["microbatch"],
         layer_N=columns["layer"],
+        recorded_on=tuple(sorted({part["lam"].shape[1] for part in parts})),
         about={name: value for name, value in about.items() if name not in ("format", "axes")},
     )
 
