@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_recalibration_options(train)
 
     compare = verb("compare", _compare, "Train variants from the same weights on the same data, and compare them.")
-    _add_run_options(compare, without=("seed", "keep_checkpoints", *PARALLEL))
+    _add_run_options(compare, without=("seed", "keep_checkpoints", "trace", *PARALLEL))
     _add_recalibration_options(compare)
     compare.add_argument(
         "--variant",

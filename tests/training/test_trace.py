@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from lrmoe.training.config import TrainConfig
+from lrmoe.training.files import read_records
+from lrmoe.training.run import prepare, train
 from lrmoe.training.trace import TraceWriter, deal, read_trace
+
+MakeConfig = Callable[..., TrainConfig]
 
 RANKS, EXPERTS, LAYERS = 2, 4, 2
 
@@ -111,3 +118,56 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
         np.savez(part, **{"step": np.array(step, np.int32), **good, **changes})
         with pytest.raises(ValueError, match=message):
             read_trace(part)
+
+
+def records_of(out: Path) -> list[dict[str, Any]]:
+    return read_records(out / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_case_58_a_run_records_every_microbatch_it_trains_on(
+    tiny: MakeConfig, tmp_path: Path, checkpointing: bool
+) -> None:
+    """Loads that do not add up to tokens times choices, per layer and rank, were counted twice or in part."""
+    config = tiny(trace=True, batch=2, grad_accum=2, log_every=2, eval_every=2, gradient_checkpointing=checkpointing)
+    train(prepare(config, tmp_path / "run"), report=False)
+    trace = read_trace(tmp_path / "run")
+    places = [(step, microbatch, layer) for step in range(6) for microbatch in range(2) for layer in range(2)]
+    assert list(zip(trace.step_N.tolist(), trace.microbatch_N.tolist(), trace.layer_N.tolist(), strict=True)) == places
+    assert trace.lam_NGE.shape == (24, 1, 4)
+    assert (trace.lam_NGE.sum((1, 2)) == 2 * 32 * 2).all()
+    assert len(list((tmp_path / "run" / "trace").glob("part-*"))) == 3
+    for record in records_of(tmp_path / "run"):
+        done = (record["step"] - 2 <= trace.step_N) & (trace.step_N < record["step"])
+        for number, layer in enumerate(record["layers"]):
+            assert trace.lam_NGE[done & (trace.layer_N == number)].sum((0, 1)).tolist() == layer["load"]
+    assert trace.about["dim"] == 16
+    assert trace.about["layers"] == [f"model.layers.{i}.mlp.experts" for i in range(2)]
+
+
+def test_recording_changes_nothing_and_a_resumed_run_records_the_same(tiny: MakeConfig, tmp_path: Path) -> None:
+    class Killed(Exception):
+        pass
+
+    def kill(step: int, record: dict[str, Any] | None) -> None:
+        if step == 5 and record is not None:
+            raise Killed
+
+    config = tiny(trace=True)
+    train(prepare(config, tmp_path / "whole"), report=False)
+    train(prepare(tiny(), tmp_path / "without"), report=False)
+    losses = [[record["loss"] for record in records_of(tmp_path / name)] for name in ("whole", "without")]
+    assert losses[0] == losses[1]
+    assert not (tmp_path / "without" / "trace").exists()
+    cut = tmp_path / "cut"
+    with pytest.raises(Killed):
+        train(prepare(config, cut), progress=kill, report=False)
+    assert read_trace(cut).step_N.max() == 4
+    train(prepare(config, cut, resume=True), report=False)
+    one, other = read_trace(tmp_path / "whole"), read_trace(cut)
+    assert np.array_equal(one.lam_NGE, other.lam_NGE)
+    assert np.array_equal(one.step_N, other.step_N)
+    with pytest.raises(ValueError, match="was begun with trace=True, now False"):
+        prepare(tiny(), cut, resume=True)
+    train(prepare(tiny(steps=2, eval_every=2), cut, overwrite=True), report=False)
+    assert not (cut / "trace").exists()

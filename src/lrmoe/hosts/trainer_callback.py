@@ -100,7 +100,7 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
             return
         if not self.recal.steps_with_optimizer:
             self.recal.step()
-        if (engine := _engine(self.recal)) is not None:
+        if (engine := engine_of(self.recal)) is not None:
             engine.step()
 
     def on_log(
@@ -125,7 +125,7 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
         recal = self.recal
         if recal is None:
             return {"args": {}, "attributes": {"saved": None}}
-        engine = _engine(recal)
+        engine = engine_of(recal)
         saved = {
             "recalibrator": recal.state_dict(),
             "weights": _sample_weights(recal),
@@ -134,7 +134,7 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
         return {"args": {}, "attributes": {"saved": saved}}
 
     def _resume_policy(self, saved: dict[str, Any] | None) -> None:
-        engine = None if self.recal is None else _engine(self.recal)
+        engine = None if self.recal is None else engine_of(self.recal)
         # Another policy may take over: it then begins without a history.
         if engine is not None and saved is not None and saved["policy"] == engine.policy.name:
             engine.load_state_dict(saved)
@@ -146,7 +146,7 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
         return None if entry is None else entry["attributes"]["saved"]
 
 
-def _engine(recal: Recalibrator) -> Any:
+def engine_of(recal: Recalibrator) -> Any:
     """What spreads the experts over ranks, one object for all layers; None where nothing does."""
     for module in recal.modules().values():
         if (layer := vars(module).get(EXPERT_PARALLEL)) is not None:
@@ -155,7 +155,7 @@ def _engine(recal: Recalibrator) -> Any:
 
 
 def _metrics(recal: Recalibrator) -> dict[str, Any]:
-    engine = _engine(recal)
+    engine = engine_of(recal)
     if engine is None:
         return recal.metrics()
     from lrmoe.parallel import global_metrics

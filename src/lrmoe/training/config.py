@@ -52,6 +52,9 @@ class TrainConfig:
     memorize_bytes: int | None = _field(
         None, "train and validate on the first so many bytes of the training text, over and over"
     )
+    trace: bool = _field(
+        False, "record how many pairs each rank sends to each expert, of every layer and microbatch, in trace/"
+    )
     ep: int = _field(
         1, "processes that share the experts, each with its part of every batch; started here, or by torchrun"
     )

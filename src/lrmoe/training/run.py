@@ -12,11 +12,18 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel, PrinterCallback, TrainingArguments, default_data_collator
+from transformers import (
+    PreTrainedModel,
+    PrinterCallback,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 from transformers.integrations import TensorBoardCallback
 
 import lrmoe
 from lrmoe.control import Recalibrator
+from lrmoe.hosts.trainer_callback import engine_of
 from lrmoe.hosts.transformers import RecalibrationCallback, set_balancer
 from lrmoe.training.checkpoints import newest_checkpoint
 from lrmoe.training.config import PARALLEL, TrainConfig
@@ -230,6 +237,7 @@ def _run(prepared: Prepared, progress: Progress | None) -> RunRecorder:
     recalibration = RecalibrationCallback(loaded.recal)
     recorder = RunRecorder(recalibration, out / "metrics.jsonl", losses, progress, world)
     recorder.continue_from(start)
+    tracers = _tracers(prepared, start)
     with _tensorboard(out, purge_step=start, world=world) as tensorboard:
         trainer = RunTrainer(
             world=world,
@@ -248,12 +256,28 @@ def _run(prepared: Prepared, progress: Progress | None) -> RunRecorder:
             # Sequences have one length; the tokenizer's own collator would add a padding mask of ones.
             data_collator=default_data_collator,
             processing_class=loaded.tokenizer,
-            callbacks=[recorder, *tensorboard],
+            callbacks=[recorder, *tracers, *tensorboard],
         )
         trainer.remove_callback(PrinterCallback)
         recalibration.add_to(trainer)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     return recorder
+
+
+def _tracers(prepared: Prepared, start: int) -> list[TrainerCallback]:
+    """What writes the routing trace, on the rank that does."""
+    if not (prepared.config.trace and prepared.world.is_main):
+        return []
+    from lrmoe.training.trace import FOLDER, TraceWriter
+    from lrmoe.training.trace_recorder import TraceRecorder
+
+    model, recal = prepared.loaded.model, prepared.loaded.recal
+    config = model.config.get_text_config()
+    widths = {"top_k": "num_experts_per_tok", "dim": "hidden_size", "expert_dim": "moe_intermediate_size"}
+    about = {name: getattr(config, key, None) for name, key in widths.items()}
+    writer = TraceWriter(prepared.out / FOLDER, {**about, "layers": list(recal.layers)})
+    writer.continue_from(start)
+    return [TraceRecorder(recal, writer, engine_of(recal))]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import lrmoe
+from lrmoe.balance import get
 from lrmoe.hosts.expert_modules import Experts
 from lrmoe.training.balance_loss import has_balancing_loss
 from lrmoe.training.config import TrainConfig
@@ -30,6 +31,8 @@ def check_ranks(config: TrainConfig, size: int) -> None:
         raise ValueError(
             f"batch={config.batch} cannot be shared out equally to {size} processes; give a multiple of {size}"
         )
+    limit = {} if config.capacity is None else {"capacity": config.capacity}
+    get(config.policy, slots=config.slots, **limit)  # Raises where these do not go together.
     if torch.cuda.is_available() and torch.cuda.device_count() < config.ep and size == config.ep:
         raise ValueError(
             f"ep={config.ep} needs as many GPUs, but this machine has {torch.cuda.device_count()}; lower ep, or use "
