@@ -52,6 +52,22 @@ def test_gradients_that_cost_much_keep_experts_together() -> None:
     assert adjust([100, 100, 100, 100], START) == START
 
 
+def test_exchanges_pay_for_themselves() -> None:
+    # 400 rows on one rank are more than 250 and twice the cost of two ranks' gradients.
+    load = [400, 100, 100, 100]
+    assert adjust(load, START, threshold=9.0, sync_cost=10.0) == ((0, 1), (3, 3), (0, 1), (2, 2))
+    assert adjust(load, START, threshold=9.0, sync_cost=100.0) == ((1, 1), (3, 3), (0, 0), (2, 2))
+    # Bringing expert 0 together on rank 1 spreads expert 2, and on rank 0 leaves 20 rows to rank 1.
+    spread = ((0, 1), (0, 2, 2))
+    assert adjust([10, 10, 10], spread, threshold=9.0, sync_cost=1.0, max_changes=1) == spread
+
+
+def test_a_change_without_a_gain_is_the_end() -> None:
+    # A second slot for expert 0 on the rank that has it all: no better, though a third on the other rank would be.
+    stuck = ((0, 1, 1), (2, 3, 3))
+    assert adjust([300, 0, 10, 10], stuck) == stuck
+
+
 def test_the_start_has_every_rank_own_its_experts() -> None:
     policy = FlexMoE(slots=2)
     policy.prepare(4, 4)

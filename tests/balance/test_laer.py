@@ -70,6 +70,13 @@ def test_even_counts_win_where_they_are_cheaper() -> None:
     assert policy.cost(lam_GE, layout) < policy.cost(lam_GE, place([2030, 3020, 50, 50], by_load, 4, 2, 8))
 
 
+def test_rows_between_nodes_cost_more() -> None:
+    # Each rank sends 10 rows to the neighbour, 4 to the other node, and computes 24: 20 bytes at 200, 8 at 100.
+    lam_GE = torch.tensor([[10, 10, 4, 0], [10, 10, 0, 4], [4, 0, 10, 10], [0, 4, 10, 10]])
+    cost = toy(1, 2).cost(lam_GE, ((0,), (1,), (2,), (3,)))
+    assert cost == pytest.approx(4 * 4 * (20 / 200 + 8 / 100) + 4 * 24 * 0.01)
+
+
 def test_without_recomputation_a_row_is_worked_on_three_times() -> None:
     # 28.20 of the example, less once 180 rows at 10 ms.
     policy = toy(2, 4, recompute=False)

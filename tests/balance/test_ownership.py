@@ -207,6 +207,7 @@ def test_moves_read_from_their_own_rank_where_they_can() -> None:
     old = ((0, 1), (1, 2), (2, 0))
     new = ((1, 1), (0, 2), (2, 0))
     assert moves_between(3, old, new) == [Move(3, 1, 0, 1, 0, 0), Move(3, 0, 0, 0, 1, 0)]
+    assert moves_between(3, old, ((0, 1), (1, 1), (2, 0))) == [Move(3, 1, 1, 0, 1, 1)]
 
 
 @settings(max_examples=60, deadline=None)

@@ -125,7 +125,7 @@ class HistoryPolicy:
             history = self._layers[layer]
             new = self._decide(history)
             history.observed = 0
-            if new is not None and new != history.placement:
+            if new is not None:
                 if self.ownership == "placed":
                     self._moves += moves_between(layer, history.placement, new)
                 history.placement = new
