@@ -208,11 +208,19 @@ def _impossible(skew: float, nearest: float, experts: int, ranks: int, tokens: i
 
 
 def _sources(popularity_E: Tensor, tokens_G: list[int], top_k: int, noise: float, generator: torch.Generator) -> Tensor:
-    """int64 (G, E): each source with its own noise."""
+    """int64 (G, E): each source with its own noise, and its own choice of the experts that get a fraction of a pair.
+
+    Sources that all rounded alike would send their few tokens to the same experts, however balanced.
+    """
     sizes = (len(tokens_G), len(popularity_E))
     factor_GE = (noise * torch.randn(sizes, generator=generator, dtype=torch.float64)).exp()
+    phase_G = 0.01 + 0.98 * torch.rand(len(tokens_G), generator=generator, dtype=torch.float64)
+    phases = phase_G.tolist() if noise else [0.5] * len(tokens_G)
     return torch.stack(
-        [_counts(popularity_E * factor_E, tokens, top_k) for factor_E, tokens in zip(factor_GE, tokens_G, strict=True)]
+        [
+            _counts(popularity_E * factor_E, tokens, top_k, phase)
+            for factor_E, tokens, phase in zip(factor_GE, tokens_G, phases, strict=True)
+        ]
     )
 
 
@@ -239,8 +247,11 @@ def _shape(shape: str, num_experts: int, num_ranks: int, tokens: int, step: int)
     return popularity_E, tokens_G
 
 
-def _counts(popularity_E: Tensor, tokens: int, top_k: int) -> Tensor:
-    """int64 (E,): ``tokens * top_k`` pairs over the experts, in proportion to popularity but at most one a token."""
+def _counts(popularity_E: Tensor, tokens: int, top_k: int, phase: float = 0.5) -> Tensor:
+    """int64 (E,): ``tokens * top_k`` pairs over the experts, in proportion to popularity but at most one a token.
+
+    ``phase``, in (0, 1), says which experts are rounded up.
+    """
     loaded = int((popularity_E > 0).sum())
     if loaded < top_k:
         raise ValueError(f"top_k={top_k} needs as many experts with load; {loaded} have any")
@@ -256,5 +267,5 @@ def _counts(popularity_E: Tensor, tokens: int, top_k: int) -> Tensor:
         left = max(left - share, 0.0)
     # In fixed point, where a share of one gives exactly ``tokens``.
     share_E = torch.tensor(shares, dtype=torch.float64)
-    upto_E = ((share_E * 2**32).round().to(torch.int64).cumsum(0) * tokens + 2**31) >> 32
+    upto_E = ((share_E * 2**32).round().to(torch.int64).cumsum(0) * tokens + int(phase * 2**32)) >> 32
     return upto_E.diff(prepend=torch.zeros(1, dtype=torch.int64))
