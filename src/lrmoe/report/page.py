@@ -10,7 +10,7 @@ from pathlib import Path
 from lrmoe.report import overview, sections
 from lrmoe.report.charts import axis, layout
 from lrmoe.report.comparison import rows_of
-from lrmoe.report.run_folder import Run, read_run
+from lrmoe.report.run_folder import Run, read_object, read_run
 from lrmoe.report.series import first_not_finite
 from lrmoe.report.table import table
 from lrmoe.report.text import escape
@@ -20,7 +20,8 @@ from lrmoe.training.files import write_text
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes ``report.html`` into a run folder of ``lrmoe train`` or ``lrmoe compare``, replacing an old one.
+    """Writes ``report.html`` into a folder of ``lrmoe train`` or ``lrmoe compare``, or of ``lrmoe balance`` with a
+    trace or a workload, replacing an old one.
 
     The page opens offline in any current browser; it is about 5 MB, nearly all of it plotly. It is replaced in one
     move: whoever has it open never sees half of it, and a failure leaves the old page.
@@ -37,6 +38,10 @@ def write_report(run_dir: Path) -> Path:
         ModuleNotFoundError: if plotly is not installed (the ``train`` extra has it).
     """
     run_dir = Path(run_dir)
+    if run_dir.is_dir() and read_object(run_dir / "config.json").get("command") == "balance":
+        from lrmoe.report.replay import write_replay_page
+
+        return write_replay_page(run_dir)
     # Names that the system does not decode come as lone surrogates, which no UTF-8 file can hold.
     page = render(read_run(run_dir)).encode("utf-8", "backslashreplace").decode("utf-8")
     path = run_dir / "report.html"
@@ -67,7 +72,7 @@ def render(run: Run) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title} – LRMoE {kind.lower()}</title>
 <link rel="icon" href="data:,">
-<style>{_asset("report.css")}</style>
+<style>{asset("report.css")}</style>
 </head>
 <body>
 <header>
@@ -91,18 +96,19 @@ def render(run: Run) -> str:
 for it; the importance R of a pair is the squared norm of its contribution to the gradient of the expert's down
 projection.</footer>
 <script>{get_plotlyjs()}</script>
-<script type="application/json" id="report-data">{_inline_json(data)}</script>
-<script>{_asset("report.js")}</script>
+<script type="application/json" id="report-data">{inline_json(data)}</script>
+<script>{asset("report.js")}</script>
 </body>
 </html>
 """
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of ``assets/``."""
     return (resources.files("lrmoe.report") / "assets" / name).read_text(encoding="utf-8")
 
 
-def _inline_json(value: object) -> str:
+def inline_json(value: object) -> str:
     """JSON that cannot end the script element it stands in, without NaN, which browsers do not read."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 

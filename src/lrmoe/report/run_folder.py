@@ -111,13 +111,13 @@ def read_run(run_dir: Path) -> Run:
     """
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not a folder; give the folder that lrmoe train or lrmoe compare wrote")
-    config = _read_object(run_dir / "config.json")
+    config = read_object(run_dir / "config.json")
     summary_path = run_dir / "summary.json"
-    summary = _read_object(summary_path) if summary_path.exists() else None
+    summary = read_object(summary_path) if summary_path.exists() else None
     trainings: dict[tuple[str, int], dict[int, Point]] = {}
     kinds: dict[bool, int] = {}
     metrics_path = run_dir / "metrics.jsonl"
-    for line, row in _read_lines(metrics_path):
+    for line, row in read_lines(metrics_path):
         where = f"{metrics_path}, line {line}"
         compared = "variant" in row
         kinds.setdefault(compared, line)
@@ -158,7 +158,8 @@ def _read_text(path: Path) -> str:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """One JSON object; ValueError naming the file otherwise."""
     text = _read_text(path)
     try:
         value = json.loads(text)
@@ -170,7 +171,8 @@ def _read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The objects of a JSON-lines file with the numbers of their lines; ValueError naming file and line otherwise."""
     # Not str.splitlines, which also breaks at characters that JSON strings may contain.
     for number, line in enumerate(_read_text(path).split("\n"), start=1):
         if not line.strip():
