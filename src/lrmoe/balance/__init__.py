@@ -3,6 +3,6 @@
 from lrmoe.balance.ownership import HistoryPolicy, Move
 from lrmoe.balance.plan import Ownership, Plan, home_ranks
 from lrmoe.balance.policy import BudgetExceeded, Policy
-from lrmoe.balance.registry import get
+from lrmoe.balance.registry import get, names
 
-__all__ = ["BudgetExceeded", "HistoryPolicy", "Move", "Ownership", "Plan", "Policy", "get", "home_ranks"]
+__all__ = ["BudgetExceeded", "HistoryPolicy", "Move", "Ownership", "Plan", "Policy", "get", "home_ranks", "names"]

@@ -20,6 +20,11 @@ _CLASSES: tuple[type[Policy], ...] = (Fixed, UltraEP, LRMoE, SYMI, LAER, FlexMoE
 _POLICIES = {policy.name: policy for policy in _CLASSES}
 
 
+def names() -> tuple[str, ...]:
+    """What :func:`get` knows."""
+    return tuple(_POLICIES)
+
+
 def get(name: str, **options: Any) -> Policy:
     """The policy ``name`` with the given options.
 

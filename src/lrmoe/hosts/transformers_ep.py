@@ -70,7 +70,7 @@ class LRMoEExpertParallel(EPImplementation):  # type: ignore[misc]
             hidden_states, top_k_index, top_k_weights = map(self._part, (hidden_states, top_k_index, top_k_weights))
             mask_T = None if mask_T is None else self._part(mask_T)
         if self.engine is None:
-            self.engine = _engine(self, policy="fixed", slots=0)
+            self.engine = _engine(self, policy="fixed")
         gate_up_proj, down_proj = weights(module)
         out_TD: Tensor = self.engine.controlled_experts(
             hidden_states,
@@ -103,7 +103,7 @@ def set_balancer(
     model: nn.Module,
     policy: str | Policy = "lrmoe",
     *,
-    slots: int = 1,
+    slots: int | None = None,
     capacity: float | None = None,
     timeout_s: float | None = None,
 ) -> ExpertParallel:
@@ -114,8 +114,9 @@ def set_balancer(
 
     Args:
         model: loaded with ``DistributedConfig(ep_size=..., ep_implementation="lrmoe")``.
-        policy: ``"lrmoe"``, ``"ultraep"``, ``"fixed"`` or a :class:`~lrmoe.balance.policy.Policy`.
-        slots: replicas of experts a rank may hold.
+        policy: a name that :func:`lrmoe.balance.get` knows, or a :class:`~lrmoe.balance.policy.Policy`. Experts stay at
+            home under every policy, where Transformers keeps them; ranks that compute with others get copies.
+        slots: of a rank, in the policy's sense; None for its default.
         capacity: largest load of a rank in a layer, in the policy's unit; None for the policy's own target.
         timeout_s: seconds to wait for another rank; None for the process group's.
 
@@ -164,7 +165,9 @@ def share_engine(layers: list[LRMoEExpertParallel], **options: Any) -> ExpertPar
 def _engine(layer: LRMoEExpertParallel, **options: Any) -> ExpertParallel:
     from lrmoe.parallel import ExpertParallel
 
-    return ExpertParallel(layer.ep_mesh.get_group(), num_experts=layer.num_experts, **options)
+    group = layer.ep_mesh.get_group()
+    # Parameters, their names and checkpoints are Transformers'.
+    return ExpertParallel(group, num_experts=layer.num_experts, storage="home", **options)
 
 
 EPImplementationInterface.register(NAME, LRMoEExpertParallel)

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+from lrmoe.balance import names
 from lrmoe.config import LRMoEConfig
 
 SCHEDULES = ("cosine", "linear", "constant")
-POLICIES = ("lrmoe", "ultraep", "fixed")
+POLICIES = names()
 # How the work is spread over processes; a run may be resumed with other values.
 PARALLEL = ("ep", "policy", "slots", "capacity", "rank_timeout")
 
@@ -58,8 +59,12 @@ class TrainConfig:
     ep: int = _field(
         1, "processes that share the experts, each with its part of every batch; started here, or by torchrun"
     )
-    policy: Literal["lrmoe", "ultraep", "fixed"] = _field("lrmoe", "with ep above 1: how replicas balance the ranks")
-    slots: int = _field(1, "with ep above 1: replicas of experts a rank may hold")
+    policy: str = _field("lrmoe", "with ep above 1: how the load is balanced over the ranks")
+    slots: int | None = _field(
+        None,
+        "with ep above 1: replicas of experts a rank may hold, or, with policies that fill all slots anew, experts in "
+        "all; default: the policy's own",
+    )
     capacity: float | None = _field(
         None, "with ep above 1: a rank's largest load in a layer, in rows weighted by cost; default: 1.05 x the mean"
     )
@@ -69,8 +74,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "seq", "grad_accum", "log_every", "eval_every", "eval_sequences", "save_every"):
             _count(name, getattr(self, name), 1)
-        for name in ("lr_warmup_steps", "seed", "slots"):
+        for name in ("lr_warmup_steps", "seed"):
             _count(name, getattr(self, name), 0)
+        if self.slots is not None:
+            _count("slots", self.slots, 0)
         for name in ("keep_checkpoints", "ep"):
             _count(name, getattr(self, name), 1)
         for name in ("threads", "memorize_bytes"):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import lrmoe
-from lrmoe.balance import get
+from lrmoe.balance import HistoryPolicy, Policy, get
 from lrmoe.hosts.expert_modules import Experts
 from lrmoe.training.balance_loss import has_balancing_loss
 from lrmoe.training.config import TrainConfig
@@ -31,13 +31,18 @@ def check_ranks(config: TrainConfig, size: int) -> None:
         raise ValueError(
             f"batch={config.batch} cannot be shared out equally to {size} processes; give a multiple of {size}"
         )
-    limit = {} if config.capacity is None else {"capacity": config.capacity}
-    get(config.policy, slots=config.slots, **limit)  # Raises where these do not go together.
+    _policy(config)
     if torch.cuda.is_available() and torch.cuda.device_count() < config.ep and size == config.ep:
         raise ValueError(
             f"ep={config.ep} needs as many GPUs, but this machine has {torch.cuda.device_count()}; lower ep, or use "
             "torchrun over several machines"
         )
+
+
+def _policy(config: TrainConfig) -> Policy:
+    """The policy; ValueError where its options do not go together."""
+    options = {"slots": config.slots, "capacity": config.capacity}
+    return get(config.policy, **{name: value for name, value in options.items() if value is not None})
 
 
 def check_sharding(config: TrainConfig) -> TokenText:
@@ -52,6 +57,9 @@ def check_sharding(config: TrainConfig) -> TokenText:
     recal = lrmoe.attach(model, config.recalibration)
     for name, module in recal.modules().items():
         _check_experts(name, module, config.ep)
+        policy = _policy(config)
+        if isinstance(policy, HistoryPolicy):
+            policy.prepare(module.gate_up_proj.shape[0], config.ep)  # type: ignore[arg-type, index]
     kind = type(model).__name__
     if getattr(model.config.get_text_config(), "output_router_logits", False) and not has_balancing_loss(model):
         raise ValueError(
