@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
+from browser import BROWSER, opened
 from run_folders import compare_run, record, train_run
 
 pytest.importorskip("plotly")
 from lrmoe.report import write_report
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium")
 
 PLOT = r'<div class="plot [^>]*>|<div class="plot"[^>]*>'
@@ -35,21 +33,9 @@ USE = """<script>addEventListener("load", () => {
 });</script></body>"""
 
 
-def opened(page: Path, profile: Path, width: int) -> tuple[str, str]:
-    """The document after its scripts have run, and what the console said."""
-    page.write_text(page.read_text(encoding="utf-8").replace("</body>", USE), encoding="utf-8")
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-    flags += ["--disable-component-update", "--disable-sync", "--disable-quic", f"--user-data-dir={profile}"]
-    flags += ["--enable-logging=stderr", f"--window-size={width},1000", "--virtual-time-budget=5000", "--dump-dom"]
-    done = subprocess.run(
-        [str(BROWSER), *flags, page.as_uri()], capture_output=True, text=True, timeout=120, check=True, encoding="utf-8"
-    )
-    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
-
-
 @pytest.mark.parametrize("width", [1200, 500])
 def test_a_comparison_draws_every_chart(tmp_path: Path, width: int) -> None:
-    document, console = opened(write_report(compare_run(tmp_path / "run")), tmp_path / "profile", width)
+    document, console = opened(write_report(compare_run(tmp_path / "run")), tmp_path / "profile", width, USE)
     assert console == ""
     plots = re.findall(PLOT, document)
     assert len(plots) == 9
@@ -63,7 +49,7 @@ def test_a_comparison_draws_every_chart(tmp_path: Path, width: int) -> None:
 def test_a_single_step_draws_every_chart(tmp_path: Path) -> None:
     lines = [record(10)]
     lines[0]["layers"][1]["load"] = lines[0]["layers"][1]["kept"] = [0, 0, 0, 0]
-    document, console = opened(write_report(train_run(tmp_path / "run", lines)), tmp_path / "profile", 1200)
+    document, console = opened(write_report(train_run(tmp_path / "run", lines)), tmp_path / "profile", 1200, USE)
     assert console == ""
     plots = re.findall(PLOT, document)
     assert len(plots) == 7
