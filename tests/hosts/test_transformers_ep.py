@@ -123,7 +123,16 @@ def test_quotas_hold_over_all_ranks() -> None:
             assert found["metrics"]["layers"][name]["kept"] == layer["kept"]
 
 
-@pytest.mark.parametrize("options", [{"policy": "fixed", "slots": 0}, {"policy": "ultraep", "slots": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "fixed", "slots": 0},
+        {"policy": "ultraep", "slots": 2},
+        {"policy": "smartmoe"},
+        {"policy": "symi", "slots": 8},
+        {"policy": "fastermoe"},
+    ],
+)
 def test_the_policy_changes_who_computes_not_what(options: dict[str, Any]) -> None:
     sizes = {"fsdp_size": 2, "ep_size": 2}
     default = run_world(2, train_step, "glm4_moe", sizes, 0.5)[0]
