@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lrmoe.report.replay_charts import evenness, panel_frame, time_bars
+from lrmoe.report.replay_charts import COLOURS, PARTS, evenness, panel_frame, time_bars
 from lrmoe.report.replay_data import Played, frames, read_played
-from lrmoe.report.replay_table import name_of, replay_table
+from lrmoe.report.replay_table import replay_table
 from lrmoe.report.text import counted, escape, fixed, percent, short_layer_names, whole
 from lrmoe.training.files import write_text
+
+# The colours are those of the script.
+_BARS = [("#d3d9e2", "every expert at home"), ("#2f7fc1", "forward as planned"), ("#0b3c66", "kept by the backward")]
 
 
 def write_replay_page(folder: Path) -> Path:
@@ -139,16 +142,26 @@ def _facts(played: Played) -> str:
 
 
 def _notices(played: Played) -> str:
-    notices = [f"{played.summary['source']}."]
+    notices = [f"Loads: {played.summary['source']}."]
     if played.summary["synthetic"]:
-        notices[0] = f"These loads are {notices[0]} No router made them; every source rank has draws of its own."
+        notices[0] = (
+            f"These loads are {played.summary['source']}. No router made them; every source rank has draws of its own."
+        )
+    reasons = dict.fromkeys((record["policy"], record["reason"]) for record in played.records if record["reason"])
+    for label, reason in reasons:
+        drops = [r["drop"] for r in played.records if (r["policy"], r["reason"]) == (label, reason)]
+        under = "" if len(drops) == len(played.drops) else f", {percent(drops[0], 0)} dropped,"
+        notices.append(f"{label}{under} cannot run: {reason}")
+    worse: dict[tuple[str, str], list[float]] = {}
     for record in played.records:
-        if record["reason"] is not None:
-            notices.append(f"{name_of(record)} cannot run: {record['reason']}")
-    slower = [record for record in played.records if record["verdict"] and record["reason"] is None]
-    if slower:
-        names = "; ".join(f"{name_of(record)} ({record['verdict']})" for record in slower)
-        notices.append(f"Worse than fixed ownership: {names}.")
+        if record["verdict"] and record["reason"] is None:
+            worse.setdefault((record["policy"], record["verdict"]), []).append(record["drop"])
+    if worse:
+        names = [
+            label + ("" if len(drops) == len(played.drops) else f", {percent(drops[0], 0)} dropped") + f" ({verdict})"
+            for (label, verdict), drops in worse.items()
+        ]
+        notices.append(f"Worse than fixed ownership: {'; '.join(names)}.")
     items = "".join(f"<li>{escape(notice)}</li>" for notice in notices)
     return f'<div class="notice" role="note"><b>Please note</b><ul>{items}</ul></div>'
 
@@ -185,19 +198,23 @@ def _bars(played: Played, data: dict[str, Any]) -> str:
         note += f" The slider stops at {len(data['frames'])} of {whole(data['all'])} microbatches."
     return (
         f'<h2>Load of the ranks, before and after</h2><p class="intro">{note}</p>'
-        f'<div class="bars-head"><div class="controls">{controls}</div><p class="key" aria-hidden="true">'
-        '<span><i class="home"></i>every expert at home</span><span><i class="forward"></i>forward as planned</span>'
-        '<span><i class="kept"></i>kept by the backward</span></p></div>'
+        f'<div class="bars-head"><div class="controls">{controls}</div>{_key(_BARS)}</div>'
         f'<div class="panels">{panels}</div>'
     )
 
 
+def _key(entries: list[tuple[str, str]]) -> str:
+    """What the colours of a chart say: a legend of plotly's own would take the chart's room on a narrow screen."""
+    shown = "".join(f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for colour, name in entries)
+    return f'<p class="key">{shown}</p>'
+
+
 def _charts(played: Played, figures: dict[str, Any]) -> str:
-    def card(name: str, title: str, note: str) -> str:
+    def card(name: str, title: str, note: str, entries: list[tuple[str, str]]) -> str:
         if figures[name] is None:
             return f'<section class="card"><h3>{title}</h3><p class="empty">No policy could run.</p></section>'
         return (
-            f'<section class="card"><h3>{title}</h3><p class="note">{note}</p>'
+            f'<section class="card"><h3>{title}</h3><p class="note">{note}</p>{_key(entries)}'
             f'<div class="plot" data-figure="{name}" role="img" aria-label="{title}. {note}"></div></section>'
         )
 
@@ -206,11 +223,17 @@ def _charts(played: Played, figures: dict[str, Any]) -> str:
         "How even, step by step",
         "Busiest over mean forward rows of a rank, mean over a step’s records, nothing dropped; 1 is even. A policy "
         "that plans from earlier steps is late where the loads move.",
+        [
+            (COLOURS[played.of(label, 0.0)["system"]], label + (" (dashed)" if label == "fixed" else ""))
+            for label in played.labels
+            if (label, 0.0) in played.lines
+        ],
     )
     times = card(
         "time",
         "Where the modelled time goes",
         "All MoE layers in a step. Nothing is taken to be hidden; planning is not in here.",
+        [(colour, title) for _, title, colour in PARTS],
     )
     return f'<h2>Over time, and in time</h2><div class="stack">{even}{times}</div>'
 

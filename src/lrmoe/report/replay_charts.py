@@ -17,18 +17,7 @@ COLOURS = {
     "fastermoe": "#3f6f8f",
     "eplb": "#6b6f1f",
 }
-# Entries of one width stand in columns, as many as there is room for.
-_LEGEND = {
-    "orientation": "h",
-    "x": 0,
-    "xanchor": "left",
-    "y": 1.02,
-    "yanchor": "bottom",
-    "entrywidth": 110,
-    "traceorder": "normal",
-    "font": {"size": 12},
-}
-_PARTS = (
+PARTS = (
     ("compute", "computing", "#6f87a6"),
     ("tokens", "rows to other ranks", "#a9b4c4"),
     ("copies", "copies around layers", "#e08a3c"),
@@ -66,8 +55,7 @@ def evenness(played: Played, drop: float) -> Figure | None:
         )
     if not data:
         return None
-    frame = layout("optimizer step", "busiest rank / mean", showlegend=True, height=420)
-    frame["legend"] = _LEGEND
+    frame = layout("optimizer step", "busiest rank / mean", height=360)
     return {"data": data, "layout": frame}
 
 
@@ -87,11 +75,10 @@ def time_bars(played: Played) -> Figure | None:
             "marker": {"color": colour},
             "hovertemplate": f"%{{y}}<br>{title}: %{{x:,.3~g}} ms a step<extra></extra>",
         }
-        for part, title, colour in _PARTS
+        for part, title, colour in PARTS
     ]
-    frame = layout("milliseconds a step", "", showlegend=True, hovermode="closest", barmode="stack", bargap=0.25)
-    frame["legend"] = _LEGEND | {"entrywidth": 150}
-    frame["height"] = 130 + 26 * len(names)
+    frame = layout("milliseconds a step", "", hovermode="closest", barmode="stack", bargap=0.25)
+    frame["height"] = 90 + 26 * len(names)
     frame["xaxis"] |= {"tickformat": ",~r"}
     frame["yaxis"] |= {"autorange": "reversed", "type": "category", "ticksuffix": " "}
     return {"data": data, "layout": frame}
@@ -99,10 +86,14 @@ def time_bars(played: Played) -> Figure | None:
 
 def panel_frame() -> Figure:
     """The layout of one policy's bars; the page's script fills in ranges and the mean."""
-    frame = layout("", "", hovermode="x unified", barmode="overlay", height=172)
+    frame = layout("", "", hovermode="x unified", barmode="overlay", height=150)
     frame["margin"] = {"l": 8, "r": 8, "t": 6, "b": 8}
-    frame["xaxis"] = axis("", showgrid=False, fixedrange=True, tickfont={"size": 11, "color": "#525c6b"})
+    frame["xaxis"] = axis(
+        "", showgrid=False, zeroline=False, fixedrange=True, tickfont={"size": 11, "color": "#525c6b"}
+    )
     frame["yaxis"] = axis("", fixedrange=True, nticks=4, tickformat="~s", tickfont={"size": 11, "color": "#525c6b"})
+    for name in ("xaxis", "yaxis"):  # An empty title takes room, too.
+        del frame[name]["title"]
     return frame
 
 

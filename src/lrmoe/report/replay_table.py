@@ -15,16 +15,16 @@ _COLUMNS = (
     ("Optimizer", "a step"),
     ("Rows", "a step"),
     ("Held", "fullest rank"),
-    ("Planning", "a record, measured"),
-    ("Deciding", "a step, measured"),
+    ("Planning", "a record; deciding, a step"),
     ("MoE time", "a step, modelled"),
     ("Against fixed", "same drop"),
 )
 _NOTE = (
     "Busiest over mean rows of a rank: the mean over records, below it what 95 % of them do not exceed. Replicas: "
     "instances beyond one an expert. On the wire: all ranks and layers of a step. Held: weights, gradients and "
-    "optimizer state of the fullest rank. MoE time: all MoE layers of a step, with nothing hidden; below it, if copies "
-    "hide behind the computing of their layer."
+    "optimizer state of the fullest rank. Planning, and below it deciding between steps: CPU time, measured. MoE time: "
+    "modelled, of all MoE layers in a step, with nothing hidden; below it, if copies hide behind the computing of "
+    "their layer."
 )
 
 
@@ -57,8 +57,7 @@ def _row(record: dict[str, Any]) -> str:
         fixed(record["replicas"], 1),
         *(size(sent[kind]) if sent[kind] else DASH for kind in ("weights", "gradients", "optimizer", "tokens")),
         size(record["memory"]["total"]),
-        duration(record["plan_ms"] / 1e3),
-        duration(record["decide_ms"] / 1e3),
+        f"{duration(record['plan_ms'] / 1e3)}<small>{duration(record['decide_ms'] / 1e3)}</small>",
         f"{duration(seconds['total'] / 1e3)}<small>{duration(seconds['hidden'] / 1e3)}</small>",
         f"{DASH if ratio is None else fixed(ratio, 2) + ' ×'}{verdict}",
     ]

@@ -24,11 +24,11 @@ HEADINGS = (
     "kept",
     "kept 95 %",
     "replicas",
-    "W GiB",
-    "Gr GiB",
-    "O GiB",
-    "tokens GiB",
-    "held GiB",
+    "W",
+    "Gr",
+    "O",
+    "tokens",
+    "held",
     "plan ms",
     "decide ms",
     "MoE ms",
@@ -242,14 +242,25 @@ def cells(record: Record) -> list[str]:
         drop,
         *(f"{record[key]:.3f}" for key in ("forward_mean", "forward_p95", "kept_mean", "kept_p95")),
         f"{record['replicas']:.1f}",
-        *(f"{record['bytes'][kind] / 2**30:.3g}" for kind in KINDS),
-        f"{record['memory']['total'] / 2**30:.3g}",
+        *(_size(record["bytes"][kind]) for kind in KINDS),
+        _size(record["memory"]["total"]),
         f"{record['plan_ms']:.2f}",
         f"{record['decide_ms']:.2f}",
         *(f"{record['time_ms'][key]:.3g}" for key in ("total", "hidden")),
         "-" if ratio is None else f"{ratio:.2f}",
         record["verdict"],
     ]
+
+
+def _size(number_of_bytes: float) -> str:
+    """Three digits with a binary unit; a dash for nothing."""
+    if not number_of_bytes:
+        return "-"
+    for unit in ("B", "KiB", "MiB"):
+        if number_of_bytes < 1000:
+            return f"{number_of_bytes:.3g} {unit}"
+        number_of_bytes /= 1024
+    return f"{number_of_bytes:.3g} GiB" if number_of_bytes < 1000 else f"{number_of_bytes / 1024:,.3g} TiB"
 
 
 def _write(out: Path, config: ReplayConfig, result: ReplayResult) -> None:

@@ -1,0 +1,61 @@
+"""All nine policies on a recorded trace and on the eight synthetic workloads: how even, and what it costs.
+
+Rows and bytes are counted and planning is timed; all other times are modelled (`docs/balancing.md`).
+
+    python benchmarks/replay.py --trace docs/results/router_trace --out docs/results/replay.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lrmoe.balance.workloads import SHAPES
+from lrmoe.studies.replay_run import ReplayConfig, describe, run_replay
+from lrmoe.studies.systems import SYSTEMS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trace", help="of lrmoe train --trace")
+    parser.add_argument("--steps", type=int, help="of each workload, and of the trace (40, and all)")
+    parser.add_argument("--slots", type=int, default=1, help="experts a rank may hold on top of its own (1)")
+    parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    shared = {"slots": arguments.slots, "steps": arguments.steps}
+    found: dict[str, dict[str, Any]] = {}
+    if arguments.trace:
+        found["trace"] = run_replay(ReplayConfig(trace=arguments.trace, **shared)).summary()
+        # As it would be over more ranks.
+        found["trace, dealt out over 8"] = run_replay(ReplayConfig(trace=arguments.trace, ranks=8, **shared)).summary()
+    for name in SHAPES:
+        found[name] = run_replay(ReplayConfig(workload=name, **shared)).summary()
+    for name, summary in found.items():
+        print(f"{name}: {'; '.join(describe(summary))}", flush=True)
+    for drop in (0.0, 0.2):
+        print(f"\nbusiest / mean rank in the forward, modelled time over fixed ownership's; {drop:.0%} dropped\n")
+        print(f"| loads | {' | '.join(f'`{name}`' for name in SYSTEMS)} |")
+        print(f"|---|{'---:|' * len(SYSTEMS)}")
+        for name, summary in found.items():
+            records = [record for record in summary["policies"] if record["drop"] == drop]
+            print(f"| {name} | {' | '.join(map(cell, records))} |")
+    arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"\npython benchmarks/replay.py {' '.join(sys.argv[1:])}")
+
+
+def cell(record: dict[str, Any]) -> str:
+    """Busiest over mean, and the time in bold where it is worse than fixed ownership's."""
+    if record["reason"] is not None:
+        return "cannot run"
+    ratio = f"{record['against_fixed']:.2f}"
+    return f"{record['forward_mean']:.2f}, {f'**{ratio}**' if 'slower' in record['verdict'] else ratio}"
+
+
+if __name__ == "__main__":
+    main()
