@@ -15,7 +15,7 @@ from torch import nn
 
 from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.experts.layer_control import Clock, LayerControl
-from lrmoe.experts.meter import shares
+from lrmoe.experts.meter import SECONDS, SHARES, shares
 from lrmoe.layer import MoE
 from lrmoe.recalibration.schedule import drop_at
 
@@ -217,10 +217,10 @@ class Recalibrator:
         layers = {name: shares(layer) for name, layer in totals.items()}
         drop = float(self.clock.drop) if self._last_drop is None else self._last_drop
         summary: dict[str, Any] = {"step": self.clock.step, "drop": drop}
-        for key in ("kept_share", "kept_importance_share", "variance_share", "load_max_over_mean"):
+        for key in SHARES:
             if layers:
                 summary[key] = sum(layer[key] for layer in layers.values()) / len(layers)
-        for key in ("forward_seconds", "backward_seconds"):
+        for key in SECONDS:
             summary[key] = sum(layer[key] for layer in layers.values())
         summary["layers"] = layers
         return summary

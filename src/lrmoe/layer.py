@@ -168,7 +168,9 @@ class MoE(nn.Module):
         if token_mask is not None:
             require_token_mask(token_mask, x.shape[:-1])
         x_TD = x.reshape(-1, self.dim)
-        token_mask_T = self._models_mask(x_TD.shape[0]) if token_mask is None else token_mask.reshape(-1)
+        token_mask_T = None if token_mask is None else token_mask.reshape(-1)
+        if token_mask is None and self.training and torch.is_grad_enabled():
+            token_mask_T = self.control.mask_for(x_TD)
         routing = self.router(x_TD, token_mask_T)
         out_TD: Tensor = self.experts(
             x_TD,
@@ -248,13 +250,6 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, drop={self.control.config.drop}, selector={self.control.config.selector}"
-
-    def _models_mask(self, num_tokens: int) -> Tensor | None:
-        """The padding mask that the recalibrator read off the model's arguments, where it is about these tokens."""
-        mask_T = self.control.token_mask_T
-        if mask_T is None or not (self.training and torch.is_grad_enabled()) or mask_T.shape[0] != num_tokens:
-            return None
-        return mask_T.to(self.router.weight.device)
 
 
 class _Experts(nn.Module):

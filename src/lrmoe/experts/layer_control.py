@@ -70,6 +70,13 @@ class LayerControl:
     def config(self) -> LRMoEConfig:
         return self.clock.config
 
+    def mask_for(self, tokens_TD: Tensor) -> Tensor | None:
+        """The model's padding mask where it is about these tokens: not where they are a part of the model's."""
+        mask_T = self.token_mask_T
+        if mask_T is None or mask_T.shape[0] != tokens_TD.shape[0]:
+            return None
+        return mask_T.to(tokens_TD.device)
+
     def __getstate__(self) -> dict[str, Any]:
         return {"clock": self.clock, "layer": self.layer, "name": self.name}
 

@@ -17,6 +17,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+# What is read of a layer, by the names under which it is logged: means over layers and steps, and sums.
+SHARES = ("kept_share", "kept_importance_share", "variance_share", "load_max_over_mean")
+SECONDS = ("forward_seconds", "backward_seconds")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardCall:

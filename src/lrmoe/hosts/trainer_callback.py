@@ -16,10 +16,11 @@ from transformers.trainer_callback import (
 from transformers.training_args import TrainingArguments
 
 from lrmoe.control import Recalibrator
+from lrmoe.experts.meter import SHARES
 from lrmoe.hosts.expert_modules import EXPERT_PARALLEL
 
 # The scalars of Recalibrator.metrics() that go into the Trainer's logs, as "lrmoe/<name>".
-LOGGED = ("drop", "kept_share", "kept_importance_share", "variance_share", "load_max_over_mean")
+LOGGED = ("drop", *SHARES)
 
 
 class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[misc]

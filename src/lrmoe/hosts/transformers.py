@@ -59,7 +59,7 @@ def lrmoe_experts_forward(self: Experts, hidden_states: Tensor, top_k_index: Ten
         # The rows are what other ranks sent; the mask of this rank's tokens says nothing about them.
         top_k_index = torch.where(top_k_index >= self.num_experts, -1, top_k_index)
     else:
-        mask_T = token_mask(control, hidden_states)
+        mask_T = control.mask_for(hidden_states)
     out_TD = controlled_experts(
         hidden_states,
         top_k_index,
@@ -81,14 +81,6 @@ def control_of(module: Experts) -> LayerControl:
     if control is None and module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         _warn_not_attached()
     return _EXACT if control is None or not module.training else control
-
-
-def token_mask(control: LayerControl, hidden_states: Tensor) -> Tensor | None:
-    """The padding mask where it describes these rows: not where they are a part of the model's tokens."""
-    mask_T = control.token_mask_T
-    if mask_T is None or mask_T.shape[0] != hidden_states.shape[0]:
-        return None
-    return mask_T.to(hidden_states.device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -59,11 +59,11 @@ class LRMoEExpertParallel(EPImplementation):  # type: ignore[misc]
             (T, D) in the dtype of ``hidden_states``.
         """
         # Here, because hosts.transformers imports this module.
-        from lrmoe.hosts.transformers import activation_name, control_of, token_mask
+        from lrmoe.hosts.transformers import activation_name, control_of
 
         module = self._experts
         control = control_of(module)
-        mask_T = token_mask(control, hidden_states)
+        mask_T = control.mask_for(hidden_states)
         num_tokens, dim = hidden_states.shape
         shares_tokens = self.tp_mesh.size() > 1
         if shares_tokens:

@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from lrmoe.experts.meter import SECONDS, SHARES
 from lrmoe.report.run_folder import Run, Training
 
 # What a row of summary.json may have. ``saved_bytes`` is what one microbatch's forward saves in the MoE layers; a
@@ -18,18 +19,12 @@ _COLUMNS = (
     "train_loss",
     "train_loss_spread",
     "train_loss_difference",
-    "kept_share",
-    "kept_importance_share",
-    "variance_share",
-    "load_max_over_mean",
-    "forward_seconds",
-    "backward_seconds",
+    *SHARES,
+    *SECONDS,
     "forward_ratio",
     "backward_ratio",
     "saved_bytes",
 )
-_SHARES = ("kept_share", "kept_importance_share", "variance_share", "load_max_over_mean")
-_SECONDS = ("forward_seconds", "backward_seconds")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,11 +108,11 @@ def _from_lines(run: Run, variant: str, baseline: str | None) -> Row:
     ]
     if differences:
         values["eval_loss_difference"] = math.fsum(differences) / len(differences)
-    for column in _SHARES:
+    for column in SHARES:
         weighted = [pair for training in trainings for pair in _intervals(training, column)]
         if weighted:
             values[column] = math.fsum(v * n for v, n in weighted) / sum(n for _, n in weighted)
-    for column in _SECONDS:
+    for column in SECONDS:
         seconds = seconds_a_step(trainings, column)
         if seconds is not None:
             values[column] = seconds

@@ -18,19 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lrmoe.experts.meter import SECONDS, SHARES
+
 NUMBERS = (
     "loss",
     "eval_loss",
     "drop",
-    "kept_share",
-    "kept_importance_share",
-    "variance_share",
-    "load_max_over_mean",
-    "forward_seconds",
-    "backward_seconds",
+    *SHARES,
+    *SECONDS,
     "seconds",
 )
-_LAYER_NUMBERS = ("kept_share", "kept_importance_share", "variance_share", "load_max_over_mean")
 _LAYER_COUNTS = ("load", "kept")
 
 
@@ -201,7 +198,7 @@ def _point(row: dict[str, Any], where: str) -> Point:
         load, kept = counts.get("load"), counts.get("kept")
         if load is not None and kept is not None and len(load) != len(kept):
             raise ValueError(f"{here}: load has {len(load)} experts, kept has {len(kept)}")
-        point.layers[name] = LayerPoint(values=_numbers(layer, _LAYER_NUMBERS, here), load=load, kept=kept)
+        point.layers[name] = LayerPoint(values=_numbers(layer, SHARES, here), load=load, kept=kept)
     return point
 
 

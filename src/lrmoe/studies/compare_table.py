@@ -7,16 +7,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lrmoe.experts.meter import SECONDS, SHARES
+
 Row = dict[str, Any]
 _MEANS = (
     "eval_loss",
     "train_loss",
-    "kept_share",
-    "kept_importance_share",
-    "variance_share",
-    "load_max_over_mean",
-    "forward_seconds",
-    "backward_seconds",
+    *SHARES,
+    *SECONDS,
 )
 
 

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from lrmoe.experts.meter import SECONDS, SHARES
 from lrmoe.training.checkpoints import newest_checkpoint
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.files import read_records
@@ -32,9 +33,9 @@ def summarize(config: TrainConfig, out: Path, *, diverged_at: int | None) -> dic
         "eval_loss": next((r["eval_loss"] for r in reversed(every_record) if "eval_loss" in r), None),
         "train_loss": _mean([(record["loss"], steps[record["step"]]) for record in last]),
     }
-    for key in ("kept_share", "kept_importance_share", "variance_share", "load_max_over_mean"):
+    for key in SHARES:
         summary[key] = _mean([(record[key], steps[record["step"]]) for record in records if key in record])
-    for key in ("forward_seconds", "backward_seconds"):
+    for key in SECONDS:
         seconds = [record[key] / steps[record["step"]] for record in records]
         # A GPU's kernels run on after the host's clock has stopped; the layers then report zero.
         summary[key] = statistics.median(seconds) if any(seconds) else None
