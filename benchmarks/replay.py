@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lrmoe.balance.workloads import SHAPES
-from lrmoe.studies.replay_run import ReplayConfig, describe, run_replay
+from lrmoe.studies.replay_run import ReplayConfig, describe, run_replay, short_cell
 from lrmoe.studies.systems import SYSTEMS
 
 
@@ -44,17 +44,15 @@ def main() -> None:
         print(f"|---|{'---:|' * len(SYSTEMS)}")
         for name, summary in found.items():
             records = [record for record in summary["policies"] if record["drop"] == drop]
-            print(f"| {name} | {' | '.join(map(cell, records))} |")
-    arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            print(f"| {name} | {' | '.join(map(short_cell, records))} |")
+    # One record a line.
+    parts = []
+    for name, summary in found.items():
+        lines = ",\n".join(json.dumps(record) for record in summary.pop("policies"))
+        parts.append(f'{json.dumps(name)}: {json.dumps(summary)[:-1]},\n"policies": [\n{lines}\n]}}')
+    joined = ",\n".join(parts)
+    arguments.out.write_text(f"{{\n{joined}\n}}\n", encoding="utf-8")
     print(f"\npython benchmarks/replay.py {' '.join(sys.argv[1:])}")
-
-
-def cell(record: dict[str, Any]) -> str:
-    """Busiest over mean, and the time in bold where it is worse than fixed ownership's."""
-    if record["reason"] is not None:
-        return "cannot run"
-    ratio = f"{record['against_fixed']:.2f}"
-    return f"{record['forward_mean']:.2f}, {f'**{ratio}**' if 'slower' in record['verdict'] else ratio}"
 
 
 if __name__ == "__main__":

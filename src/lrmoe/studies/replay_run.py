@@ -252,6 +252,14 @@ def cells(record: Record) -> list[str]:
     ]
 
 
+def short_cell(record: Record) -> str:
+    """Busiest over mean rank in the forward, and the time over fixed ownership's, in bold Markdown where it is more."""
+    if record["reason"] is not None:
+        return "cannot run"
+    ratio = f"{record['against_fixed']:.2f}"
+    return f"{record['forward_mean']:.2f}, {f'**{ratio}**' if 'slower' in record['verdict'] else ratio}"
+
+
 def _size(number_of_bytes: float) -> str:
     """Three digits with a binary unit; a dash for nothing."""
     if not number_of_bytes:
