@@ -355,7 +355,13 @@ def _replay(given: dict[str, Any], out: Path | None, overwrite: bool) -> int:
     from lrmoe.terminal import console, print_table
 
     _only_of("--loads, --shape or --skew alone", given, ReplayConfig)
-    result = run_replay(ReplayConfig(**given), out, overwrite=overwrite)
+    with console.status("reading the loads") as status:
+        result = run_replay(
+            ReplayConfig(**given),
+            out,
+            overwrite=overwrite,
+            progress=lambda who: status.update(f"playing the loads to {who.replace('[', '')}"),
+        )
     summary = result.summary()
     console.print("\n".join(describe(summary)), markup=False)
     print_table(HEADINGS, [cells(record) for record in summary["policies"]], NOTE)

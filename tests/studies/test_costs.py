@@ -20,6 +20,7 @@ from lrmoe.studies.costs import (
     max_over_mean,
     moves,
     reduce,
+    relayed,
     to_home,
     token_transfers,
 )
@@ -59,6 +60,10 @@ def test_transfers_between_hosts() -> None:
     assert sent_and_received(reduce(three, 3, 10, "weights")) == ([10, 10, 10], [10, 10, 10])
     # 2 (3 - 1) / 3 and 2 (2 - 1) / 2 of 12 bytes.
     assert sent_and_received(all_reduce(three, 3, 12, "gradients")) == ([28, 16, 28], [28, 16, 28])
+    # Nine copies: three relays that pass two each on; of four, two that pass one each on; three go directly.
+    for copies, sent in ((9, [3, 2, 2, 2]), (4, [2, 1, 1]), (3, [3])):
+        relays = relayed([range(copies + 1)], 10, 1, "weights")
+        assert sent_and_received(relays) == (sent + [0] * (10 - len(sent)), [0] + [1] * copies + [0] * (9 - copies))
     moved = [Move(0, 0, 0, 0, 1, 0), Move(0, 1, 1, 0, 1, 1), Move(1, 2, 0, 1, 2, 0)]
     assert sent_and_received(moves(moved, 3, 7, "optimizer")) == ([14, 0, 0], [0, 7, 7])
     assert moves(moved, 3, 7, "optimizer").seconds(7.0) == 2.0

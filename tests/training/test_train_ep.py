@@ -19,6 +19,9 @@ from safetensors.torch import load_file
 from training.rank_work import cut, train_all
 
 from lrmoe.cli import main
+from lrmoe.studies.replay import Choice, Setting, replay
+from lrmoe.studies.routing import recorded
+from lrmoe.studies.systems import Sizes
 from lrmoe.training.checkpoints import checkpoints_of
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.files import read_records
@@ -164,6 +167,25 @@ def test_the_trace_is_of_all_ranks(runs: Runs, name: str) -> None:
         here = trace.step_N == record["step"] - 1
         for number, layer in enumerate(record.get("layers", [])):
             assert trace.lam_NGE[here & (trace.layer_N == number)].sum((0, 1)).tolist() == layer["load"]
+
+
+def test_a_replayed_trace_gives_the_plans_that_the_engine_made(runs: Runs) -> None:
+    folder, configs = runs
+    for name in ("pps", "fixed"):
+        config = configs[name]
+        routing = recorded(folder / name)
+        setting = Setting(sizes=Sizes(experts=4, ranks=2, layers=2), slots=1 if config.slots is None else config.slots)
+        outcome = replay(Choice(name=config.policy), routing, setting, drop=config.recalibration.drop)
+        assert outcome.record["reason"] is None
+        for record in records(folder / name):
+            lines = [line for line in outcome.lines if line["step"] == record["step"] - 1]
+            told = record["parallel"]
+            assert told["plans"] == len(lines) == 2
+            assert told["replicas"] == sum(line["replicas"] for line in lines) / 2
+            assert told["kept_rows"] == sum(sum(line["kept"]) for line in lines) / 2
+            for key, column in (("forward_max_over_mean", "rows"), ("backward_max_over_mean", "kept")):
+                ratios = [2 * max(line[column]) / sum(line[column]) for line in lines]
+                assert told[key] == pytest.approx(sum(ratios) / 2)
 
 
 def test_a_resumed_run_records_nothing_twice(runs: Runs) -> None:

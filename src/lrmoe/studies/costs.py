@@ -8,6 +8,7 @@ Shapes: E experts, G ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -51,6 +52,24 @@ def from_home(hosts: Hosts, num_ranks: int, size: float, kind: Kind) -> Transfer
     sent_G, received_G = _zeros(num_ranks), _zeros(num_ranks)
     for ranks in hosts:
         sent_G[ranks[0]] += size * (len(ranks) - 1)
+        for rank in ranks[1:]:
+            received_G[rank] += size
+    return Transfer(kind, sent_G, received_G)
+
+
+def relayed(hosts: Hosts, num_ranks: int, size: float, kind: Kind) -> Transfer:
+    """As :func:`from_home`, but with UltraEP's relays: of four and more copies, where the busiest sender then has at
+    most half as much to send, the square root of their number (8 at most) come from home and pass on to the others."""
+    sent_G, received_G = _zeros(num_ranks), _zeros(num_ranks)
+    for ranks in hosts:
+        copies = len(ranks) - 1
+        relays = min(math.isqrt(copies), 8) if copies >= 4 else copies
+        passed_on = [len(range(i, copies - relays, relays)) for i in range(relays)] if relays else []
+        if relays and copies < 2 * max(relays, *passed_on):
+            relays, passed_on = copies, []
+        sent_G[ranks[0]] += size * relays
+        for rank, count in zip(ranks[1:], passed_on, strict=False):
+            sent_G[rank] += size * count
         for rank in ranks[1:]:
             received_G[rank] += size
     return Transfer(kind, sent_G, received_G)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from lrmoe.balance import Plan, Policy
 from lrmoe.balance.ownership import Move
 from lrmoe.studies.balance import Expert
-from lrmoe.studies.costs import Transfer, all_reduce, broadcast, from_home, moves, reduce, regular, to_home
+from lrmoe.studies.costs import Transfer, all_reduce, broadcast, from_home, moves, reduce, regular, relayed, to_home
 
 
 @dataclass(kw_only=True)
@@ -101,7 +101,7 @@ class System:
 
 
 class SharedSlots(System):
-    """UltraEP and LRMoE: replicas for the length of a layer, in slots that all layers share."""
+    """LRMoE, and with relays UltraEP: replicas for the length of a layer, in slots that all layers share."""
 
     describes = "a replica and microbatch: W before the forward, W again before the backward, Gr home; slots are shared"
 
@@ -114,6 +114,15 @@ class SharedSlots(System):
 
     def memory(self, peaks: Peaks) -> Held:
         return self.sizes.held(weights=self.slots, gradients=self.slots)
+
+
+class UltraEP(SharedSlots):
+    """Weights of many copies go by relays on more than 8 ranks."""
+
+    def forward(self, plan: Plan) -> list[Transfer]:
+        if self.sizes.ranks <= 8:
+            return super().forward(plan)
+        return [relayed(plan.hosts, self.sizes.ranks, self.sizes.expert.weights, "weights")]
 
 
 class SYMI(System):
@@ -247,7 +256,7 @@ class EPLB(System):
 
 SYSTEMS: dict[str, type[System]] = {
     "fixed": System,
-    "ultraep": SharedSlots,
+    "ultraep": UltraEP,
     "lrmoe": SharedSlots,
     "symi": SYMI,
     "laer": LAER,
