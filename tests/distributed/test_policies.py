@@ -99,6 +99,7 @@ class _WithoutState:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.state: dict[Tensor, dict[str, Any]] = {}
+        self.param_groups = optimizer.param_groups
 
 
 def one_process(config: LRMoEConfig) -> tuple[list[float], list[float], dict[str, Tensor]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lrmoe.balance import get
 from lrmoe.balance.ownership import HistoryPolicy, ownership_of
@@ -30,8 +30,9 @@ from lrmoe.parallel.expert_parameters import count_slots
 from lrmoe.parallel.home_store import HomeStore
 from lrmoe.parallel.layout import lay_out
 from lrmoe.parallel.operator import RoutedExperts
-from lrmoe.parallel.placed_store import PlacedStore, counted_slots, move, with_state
+from lrmoe.parallel.placed_store import PlacedStore, counted_slots, move
 from lrmoe.parallel.plan_book import PlanBook
+from lrmoe.parallel.registered_layers import RegisteredLayers
 from lrmoe.parallel.sharded_store import ShardedStore
 from lrmoe.parallel.transport import Line
 from lrmoe.parallel.weight_store import WeightStore
@@ -73,6 +74,7 @@ class ExpertParallel:
         local_experts: the ids of the experts at home on this rank.
         ownership: what this rank owns, ``"home"``, ``"placed"`` or ``"sharded"``.
         store: where the weights come from that this rank computes with.
+        registered: the parameters of each layer, see :meth:`register`.
         trace: called with (layer, step, microbatch, lam_GE) of each forward trained on, where somebody sets it; all
             ranks see the same.
         traffic: bytes sent to other ranks, by purpose, since :meth:`metrics` was last read.
@@ -141,7 +143,7 @@ class ExpertParallel:
         self.clock = clock
         self.ownership: Ownership = "home" if storage == "home" else ownership_of(policy)
         self.store = self._make_store()
-        self._layers: dict[int, list[Tensor]] = {}
+        self.registered = RegisteredLayers()
         self.traffic = Traffic()
         self._book = PlanBook(policy, own=own)
         self._met = False
@@ -175,16 +177,16 @@ class ExpertParallel:
         experts. :func:`lrmoe.parallel.parallelize` does it for the layers it finds.
 
         Args:
-            layer: its number in the calls of :meth:`routed_experts`.
-            owned: the same weights in the same order on every rank.
+            layer: the number under which the policy knows it, whatever number its calls give.
+            owned: the same weights in the same order on every rank, ``gate_up_proj`` among them.
         """
-        self._layers[layer] = list(owned)
+        self.registered.add(layer, owned)
         self._count_slots(layer)
 
     def _count_slots(self, layer: int) -> None:
         if self.ownership == "placed":
             assert isinstance(self.policy, HistoryPolicy)
-            for weight in self._layers[layer]:
+            for weight in self.registered.weights(layer):
                 count_slots(weight, counted_slots(self.policy.placement(layer), self.rank))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -278,37 +280,47 @@ class ExpertParallel:
         # A copied model travels in the same group, by the same policy.
         return self
 
-    def step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def step(self, *optimizers: torch.optim.Optimizer) -> None:
         """Call once after each optimizer step, on every rank: the policy decides for the next one.
 
-        Where it moves experts, their weights and everything of the same shape in the optimizer's state (Adam's moments,
-        master copies) go to their new slots.
+        Where it moves experts, their weights and all that the optimizers keep for each expert (Adam's moments, master
+        copies) go to their new slots.
 
         Args:
-            optimizer: of the registered parameters; needed if experts move.
+            optimizers: those of the registered parameters, in the same order on every rank; needed if experts move.
 
         Raises:
-            ValueError: if experts move, but the optimizer is missing or a layer was not registered.
+            ValueError: if experts move, but a layer was not registered, or the optimizers do not have its parameters,
+                or keep what is not by expert. Nothing has moved then, and the policy decides again at the next call.
             RankFailure: if a rank does not come within the timeout.
         """
-        self.policy.step()
         if self.ownership != "placed":
+            self.policy.step()
             return
         assert isinstance(self.policy, HistoryPolicy)
+        before = self.policy.state_dict()
+        self.policy.step()
         line = Line(self.group, self.timeout_s, self.traffic, self.clock)
-        for layer, moves in groupby(self.policy.moves(), key=lambda one: one.layer):
-            if layer not in self._layers:
-                raise ValueError(
-                    f"policy {self.policy.name!r} moves experts of layer {layer}, whose parameters are not known: call "
-                    "ExpertParallel.register(layer, ...) for each layer, or lrmoe.parallel.parallelize"
-                )
-            if optimizer is None:
-                raise ValueError(
-                    f"policy {self.policy.name!r} moves experts, and their optimizer state has to go with them: call "
-                    "ExpertParallel.step(optimizer)"
-                )
-            move(line, self.rank, list(moves), with_state(self._layers[layer], optimizer))
+        moves = {layer: list(of_layer) for layer, of_layer in groupby(self.policy.moves(), key=lambda one: one.layer)}
+        try:
+            tensors = {layer: self.registered.movable(layer, optimizers, self.policy.name) for layer in moves}
+        except ValueError:
+            self.policy.load_state_dict(before)
+            raise
+        for layer in moves:
+            move(line, self.rank, moves[layer], tensors[layer])
             self._count_slots(layer)
+
+    def _number(self, layer: int, gate_up_proj: Tensor) -> int:
+        """The number under which the policy knows a layer: that of its registered parameters, else ``layer``."""
+        number = self.registered.number_of(gate_up_proj)
+        if number is None and self.ownership == "placed" and isinstance(gate_up_proj, nn.Parameter):
+            raise ValueError(
+                f"gate_up_proj of layer {layer} is not registered, so policy {self.policy.name!r} could not move its "
+                "experts: call ExpertParallel.register(layer, ...) again if something has made new parameters (a copy "
+                'of the model, load_state_dict(assign=True)); beside FSDP use ExpertParallel(..., storage="home")'
+            )
+        return layer if number is None else number
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON-able values: the policy's name and state."""
@@ -334,6 +346,7 @@ class ExpertParallel:
         layer, handle = identity_2.tolist()
         try:
             dtype, train = check_call(tensors, activation, self.store, num_experts=self.num_experts, rank=self.rank)
+            number = self._number(layer, tensors[3])
             ids_TK = ids_TK.to(torch.int64)
             pair_N, count_E = sort_by_expert(ids_TK.reshape(-1), self.num_experts)
             pair_L = pair_N[: int(count_E.sum())]
@@ -350,7 +363,7 @@ class ExpertParallel:
                 seed=seed,
                 step=step,
                 microbatch=microbatch,
-                layer=layer,
+                layer=number,
                 drop=drop,
                 training=train,
                 biases=tuple(bias is not None for bias in weights[2:]),
@@ -360,14 +373,14 @@ class ExpertParallel:
             self._refuse(x_TD, error)
         # In the dtype of the products from here on.
         owned = Bank(*(None if weight is None else weight.to(dtype) for weight in weights))  # type: ignore[arg-type]
-        loads = self._gather_loads(terms, real_E, count_E - real_E, stale=self.store.is_stale(layer, owned))
+        loads = self._gather_loads(terms, real_E, count_E - real_E, stale=self.store.is_stale(number, owned))
         line = Line(self.group, self.timeout_s, self.traffic, self.clock)
         with line.phase("plan"):
             plan, first = self._book.plan(
                 loads.real_GE,
                 loads.masked_GE,
-                layer_key=(handle, layer),
-                layer=layer,
+                layer_key=(handle, number),
+                layer=number,
                 step=step,
                 microbatch=microbatch,
                 drop=drop,
@@ -375,7 +388,7 @@ class ExpertParallel:
                 training=train,
             )
             masked_N = None if mask_T is None else ~mask_T.repeat_interleave(ids_TK.shape[1])
-            banks, shipping = self.store.arrange(plan, layer, loads.stale)
+            banks, shipping = self.store.arrange(plan, number, loads.stale)
             layout = lay_out(plan, pair_L, masked_N, loads.masked_GE, self.rank, banks, shipping)
         if first:
             self._balance.add(plan)

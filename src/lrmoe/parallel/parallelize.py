@@ -37,13 +37,13 @@ def parallelize(model: nn.Module, ep: ExpertParallel) -> nn.Module:
                 "ExpertParallel for each number of experts"
             )
     ignored = set(getattr(model, _IGNORED_BY_DDP, ()))
-    for number, (name, layer) in enumerate(layers.items()):
+    for name, layer in layers.items():
         for key, parameter in list(layer.experts.named_parameters()):
             local = nn.Parameter(ep.local(parameter.detach()).clone(), requires_grad=parameter.requires_grad)
             setattr(layer.experts, key, local)
             mark_experts(local, group=ep.group, by_range=ep.ownership == "home")
             ignored.add(f"{name}.experts.{key}".lstrip("."))
-        ep.register(number, *layer.experts.parameters())
+        ep.register(ep.registered.next_number(), *layer.experts.parameters())
         layer.experts.engine = ep
     setattr(model, _IGNORED_BY_DDP, sorted(ignored))
     return model

@@ -122,17 +122,6 @@ def move(line: Line, rank: int, moves: Sequence[Move], tensors: Sequence[Tensor]
         tensor.detach().index_copy_(0, coming, arrived)
 
 
-def with_state(owned: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Parameters, and whatever of their shape the optimizer keeps for them: moments, master copies."""
-    state = [
-        optimizer.state[weight][key]
-        for weight in owned
-        for key in sorted(optimizer.state.get(weight, {}))
-        if getattr(optimizer.state[weight][key], "shape", None) == weight.shape
-    ]
-    return [*owned, *state]
-
-
 def counted_slots(placement: Slots, rank: int) -> list[bool]:
     """Which of this rank's slots are the first of their expert on any rank: those a norm has to count."""
     seen = {expert for slots in placement[:rank] for expert in slots}

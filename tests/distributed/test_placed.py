@@ -1,0 +1,133 @@
+"""Experts that a policy places: which parameters go with a move, however layers are numbered, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.test_policies import EXPERTS, POLICIES, TOKENS, batch, make_model, move_hot_spot, whole_experts
+from distributed.world import run_world
+from torch import Tensor, nn
+
+import lrmoe
+from lrmoe import LRMoEConfig
+from lrmoe.balance import get
+from lrmoe.parallel import ExpertParallel, is_expert, parallelize
+
+RANKS = 2
+STEPS = 4
+
+
+def models() -> list[nn.Module]:
+    """Two of two layers each, without a drop and without a recalibrator, so that all layers have the number 0."""
+    found: list[nn.Module] = []
+    for _ in range(2):
+        model = make_model()
+        for layer in model:
+            if isinstance(layer, lrmoe.MoE):
+                layer.control.clock.config = LRMoEConfig(drop=0.0)
+                layer.control.clock.move_to(step=0)
+        found.append(model)
+    with torch.no_grad():
+        found[1][3].weight.mul_(2.0)  # type: ignore[index]
+    return found
+
+
+def train(pair: list[nn.Module], mine: slice, ep: ExpertParallel | None) -> None:
+    # The experts' optimizer is another than that of the rest.
+    experts = [weight for model in pair for name, weight in model.named_parameters() if ".experts." in name]
+    others = [weight for model in pair for name, weight in model.named_parameters() if ".experts." not in name]
+    optimizers = [torch.optim.AdamW(experts, lr=1e-2, amsgrad=True), torch.optim.SGD(others, lr=1e-2)]
+    set_steps = [move_hot_spot(model) for model in pair]
+    for step in range(STEPS):
+        for number, (model, set_step) in enumerate(zip(pair, set_steps, strict=True)):
+            set_step(step + 2 * number)
+            x_TD, y_TD = batch(step)
+            nn.functional.mse_loss(model(x_TD[mine]), y_TD[mine]).backward()
+        for weight in others if ep is not None else []:
+            assert weight.grad is not None
+            dist.all_reduce(weight.grad)
+            weight.grad /= RANKS
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        if ep is not None:
+            ep.step(*optimizers)
+
+
+def one_rank(group: dist.ProcessGroup, name: str) -> tuple[list[dict[str, tuple[Any, Tensor]]], int]:
+    policy = get(name, **{**POLICIES[name], **({"slots": 5} if name == "flexmoe" else {})})
+    ep = ExpertParallel(group, num_experts=EXPERTS, policy=policy, gradient_divisor=RANKS)
+    pair = [parallelize(model, ep) for model in models()]
+    before = [policy.placement(number) for number in range(4)]  # type: ignore[attr-defined]
+    share = TOKENS // RANKS
+    train(pair, slice(group.rank() * share, (group.rank() + 1) * share), ep)
+    layers = [layer for model in pair for layer in model.modules() if isinstance(layer, lrmoe.MoE)]
+    moved = [policy.placement(number) != before[number] for number in range(4)]  # type: ignore[attr-defined]
+    return [whole_experts(layer, ep, number) for number, layer in enumerate(layers)], sum(moved)
+
+
+@pytest.mark.parametrize("name", ["flexmoe", "smartmoe"])
+def test_layers_of_several_models_without_a_recalibrator_move_each_on_its_own(name: str) -> None:
+    pair = models()
+    train(pair, slice(None), None)
+    wanted = [layer.experts for model in pair for layer in model.modules() if isinstance(layer, lrmoe.MoE)]
+    for layers, moved in run_world(RANKS, one_rank, name):
+        assert moved >= 3
+        for layer, experts in zip(layers, wanted, strict=True):
+            for key, (held, part) in layer.items():
+                weight = getattr(experts, key).detach()
+                torch.testing.assert_close(part, weight[torch.tensor(held)], rtol=1e-10, atol=1e-12)
+
+
+def refused(group: dist.ProcessGroup, how: str) -> tuple[str, bool, int]:
+    """(the error, whether nothing has changed, how many experts move when all is mended)."""
+    ep = ExpertParallel(group, num_experts=EXPERTS, policy=get("smartmoe", interval=1), gradient_divisor=RANKS)
+    model = parallelize(make_model(), ep)
+    x_TD, y_TD = batch(group.rank())
+    if how == "copy":
+        # The copy's experts would stay where they are, while the policy's move.
+        try:
+            copy.deepcopy(model)(x_TD)
+        except ValueError as error:
+            return str(error), True, 1
+    parameters = list(model.parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(parameters)
+    other: list[torch.optim.Optimizer] = []
+    if how == "not all":
+        other = [torch.optim.SGD([weight for weight in parameters if not is_expert(weight)])]
+    elif how == "factors":
+        other = [torch.optim.Adafactor(parameters)]
+    set_step = move_hot_spot(model)
+    set_step(1)
+    nn.functional.mse_loss(model(x_TD), y_TD).backward()
+    for one in other or [optimizer]:
+        one.step()
+    before = [weight.detach().clone() for weight in parameters], [ep.policy.placement(n) for n in (0, 1)]  # type: ignore[attr-defined]
+    try:
+        ep.step(*other)
+    except ValueError as error:
+        same = all(map(torch.equal, before[0], parameters))
+        same = same and before[1] == [ep.policy.placement(n) for n in (0, 1)]  # type: ignore[attr-defined]
+        ep.step(optimizer)
+        return str(error), same, len(ep.policy.moves())  # type: ignore[attr-defined]
+    return "", False, 0
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("none", "call step(optimizer)"),
+        ("not all", "in no optimizer given to ExpertParallel.step"),
+        ("factors", "Adafactor keeps 'col_var' of shape (1, 24)"),
+        ("copy", "is not registered"),
+    ],
+)
+def test_what_cannot_move_along_is_refused_before_anything_moves(how: str, text: str) -> None:
+    for message, unchanged, moves in run_world(RANKS, refused, how):
+        assert text in message
+        assert unchanged
+        assert moves > 0
