@@ -84,6 +84,7 @@ def runs(
         "pps": make(0.25),
         "again": make(0.25),
         "fixed": make(0.25, policy="fixed", slots=0),
+        "symi": make(0.25, policy="symi", slots=3),
         "small parts": make(0.0, batch=2, grad_accum=2, gradient_checkpointing=True),
     }
     for name in ("exact", "pps", "small parts"):
@@ -171,11 +172,12 @@ def test_the_trace_is_of_all_ranks(runs: Runs, name: str) -> None:
 
 def test_a_replayed_trace_gives_the_plans_that_the_engine_made(runs: Runs) -> None:
     folder, configs = runs
-    for name in ("pps", "fixed"):
+    for name, options in (("pps", {"slots": 1}), ("fixed", {}), ("symi", {"slots": 3})):
         config = configs[name]
         routing = recorded(folder / name)
-        setting = Setting(sizes=Sizes(experts=4, ranks=2, layers=2), slots=1 if config.slots is None else config.slots)
-        outcome = replay(Choice(name=config.policy), routing, setting, drop=config.recalibration.drop)
+        choice = Choice(name=config.policy, options=options)
+        setting = Setting(sizes=Sizes(experts=4, ranks=2, layers=2))
+        outcome = replay(choice, routing, setting, drop=config.recalibration.drop)
         assert outcome.record["reason"] is None
         for record in records(folder / name):
             lines = [line for line in outcome.lines if line["step"] == record["step"] - 1]

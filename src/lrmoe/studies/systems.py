@@ -119,6 +119,8 @@ class SharedSlots(System):
 class UltraEP(SharedSlots):
     """Weights of many copies go by relays on more than 8 ranks."""
 
+    describes = f"{SharedSlots.describes}; many copies' W by relays on more than 8 ranks"
+
     def forward(self, plan: Plan) -> list[Transfer]:
         if self.sizes.ranks <= 8:
             return super().forward(plan)
