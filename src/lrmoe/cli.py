@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import lrmoe
+from lrmoe.commands.options import TYPES, need, path
 from lrmoe.config import LRMoEConfig, Metric, Quota, RouterGrad, Save, Selector
 
 # The packages of the extra "train".
@@ -31,7 +32,8 @@ _RECALIBRATION: dict[str, tuple[type, tuple[str, ...] | None, str]] = {
     "ramp_steps": (int, None, "steps over which the drop then rises"),
     "final_dense_steps": (int, None, "steps without drop at the end"),
 }
-_TRAIN_TYPES = {"int": int, "float": float, "str": str}
+# Verbs of lrmoe.commands.
+_PAPER = {"balance": "Plan loads under each balancing policy, or play a run to them."}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -110,9 +112,12 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--jobs", type=int, metavar="N", help="runs at a time, with one thread each if above 1 (1)")
 
     report = verb("report", _report, "Write report.html again from the records of a run folder.")
-    report.add_argument("run", type=_path, metavar="DIR", help="what train or compare wrote")
+    report.add_argument("run", type=path, metavar="DIR", help="what train or compare wrote")
 
-    _add_balance_options(verb("balance", _balance, "Plan loads under each balancing policy, or play a run to them."))
+    for name, text in _PAPER.items():
+        # One module a verb; what it imports is imported when the options are listed or it runs.
+        module = importlib.import_module(f"lrmoe.commands.{name}")
+        module.add_options(verb(name, module.run, text))
 
     doctor = verb("doctor", _doctor, "Check the installation, and that a model's experts learn under recalibration.")
     doctor.add_argument("--model", metavar="MODEL", help="preset or checkpoint folder to check (qwen3-moe-tiny)")
@@ -126,7 +131,7 @@ def _add_run_options(parser: argparse.ArgumentParser, without: tuple[str, ...]) 
     from lrmoe.training.config import POLICIES, SCHEDULES, TrainConfig
 
     choices = {"lr_schedule": SCHEDULES, "policy": POLICIES}
-    parser.add_argument("--out", type=_path, required=True, metavar="DIR", help="run folder to write")
+    parser.add_argument("--out", type=path, required=True, metavar="DIR", help="run folder to write")
     parser.add_argument(
         "--resume", action="store_true", help="continue what --out holds, with the settings it began with"
     )
@@ -142,35 +147,10 @@ def _add_run_options(parser: argparse.ArgumentParser, without: tuple[str, ...]) 
         kind = str(field.type).partition(" ")[0]
         parser.add_argument(
             option,
-            type=_TRAIN_TYPES.get(kind, str),
+            type=TYPES.get(kind, str),
             choices=choices.get(field.name),
             metavar=None if field.name in choices else ("N" if kind == "int" else "X" if kind == "float" else "PATH"),
             help=text + default,
-        )
-
-
-def _add_balance_options(parser: argparse.ArgumentParser) -> None:
-    from lrmoe.studies.balance_run import BalanceConfig
-    from lrmoe.studies.loads import SHAPES
-    from lrmoe.studies.replay_run import ReplayConfig
-    from lrmoe.studies.routing import WORKLOADS
-
-    parser.add_argument("--out", type=_path, metavar="DIR", help="folder to write the records to")
-    parser.add_argument("--overwrite", action="store_true", help="delete what lrmoe balance wrote to --out before")
-    choices = {"shape": SHAPES, "quota": get_args(Quota), "workload": WORKLOADS}
-    shared = {field.name for field in fields(BalanceConfig)}
-    for field in (*fields(BalanceConfig), *(field for field in fields(ReplayConfig) if field.name not in shared)):
-        kind = str(field.type).partition(" ")[0]
-        default = "" if field.default is None else f" ({field.default:g})" if kind == "float" else f" ({field.default})"
-        names = {"trace": "PATH", "policies": "NAME,..."}
-        parser.add_argument(
-            "--" + field.name.replace("_", "-"),
-            type=_TRAIN_TYPES.get(kind, str),
-            choices=choices.get(field.name),
-            metavar=None
-            if field.name in choices
-            else names.get(field.name, {"int": "N", "float": "X"}.get(kind, "FILE")),
-            help=field.metadata["help"].replace("%", "%%") + default,
         )
 
 
@@ -186,13 +166,6 @@ def _add_recalibration_options(parser: argparse.ArgumentParser) -> None:
             metavar=None if choices else ("X" if kind is float else "N"),
             help=text if default is None else f"{text} ({default})",
         )
-
-
-def _path(text: str) -> Path:
-    # An empty name, say of a shell variable that is not set, would otherwise mean the current folder.
-    if not text:
-        raise argparse.ArgumentTypeError("the name is empty; give a folder")
-    return Path(text)
 
 
 def _integers(text: str) -> tuple[int, ...]:
@@ -224,12 +197,6 @@ def _train_config(stored: dict[str, Any], given: dict[str, Any]) -> Any:
     return TrainConfig.from_dict({**values, **given, "recalibration": recalibration})
 
 
-def _need(*packages: str) -> None:
-    """Looks for packages before anything is written; what is missing is reported by :func:`main`."""
-    for package in packages:
-        importlib.import_module(package)
-
-
 def _quiet_libraries() -> None:
     import transformers
 
@@ -238,7 +205,7 @@ def _quiet_libraries() -> None:
 
 
 def _train(given: dict[str, Any]) -> int:
-    _need(*_EXTRA)
+    need(*_EXTRA)
     out, resume, overwrite = given.pop("out"), given.pop("resume", False), given.pop("overwrite", False)
     config = _train_config(_stored(out, resume, "train"), given)
     from lrmoe.training.launch import launch, warm_up
@@ -286,7 +253,7 @@ def _train_rank(world: Any, config: Any, out: Path, resume: bool, overwrite: boo
 
 
 def _compare(given: dict[str, Any]) -> int:
-    _need(*_EXTRA)
+    need(*_EXTRA)
     from lrmoe.studies.variants import Variant, parse_variants
     from lrmoe.terminal import console, print_table, progress_bar
 
@@ -322,61 +289,11 @@ def _compare(given: dict[str, Any]) -> int:
 
 
 def _report(given: dict[str, Any]) -> int:
-    _need("plotly")
+    need("plotly")
     from lrmoe.report import write_report
 
     print(write_report(given["run"]))
     return 0
-
-
-def _balance(given: dict[str, Any]) -> int:
-    _need("rich")
-    from lrmoe.studies.balance_run import HEADINGS, NOTE, BalanceConfig, balance, break_even_rows, cells
-    from lrmoe.terminal import console, print_table
-
-    out, overwrite = given.pop("out", None), given.pop("overwrite", False)
-    if "trace" in given or "workload" in given:
-        return _replay(given, out, overwrite)
-    _only_of("--trace or --workload", given, BalanceConfig)
-    result = balance(BalanceConfig(**given), out, overwrite=overwrite)
-    matrices, ranks, experts = result.shape
-    console.print(f"loads: {result.source}; {matrices} x {experts} experts on {ranks} ranks", markup=False)
-    print_table(HEADINGS, [cells(record) for record in result.policies], NOTE)
-    if result.break_even:
-        print_table(*break_even_rows(result.break_even), note="Expert time saved against replica traffic, a layer.")
-    console.print("\n".join(result.notes), markup=False)
-    return 0
-
-
-def _replay(given: dict[str, Any], out: Path | None, overwrite: bool) -> int:
-    """``lrmoe balance`` with a run's loads."""
-    _need("numpy", *(["plotly"] if out is not None else []))
-    from lrmoe.studies.replay_run import HEADINGS, NOTE, ReplayConfig, cells, describe, run_replay
-    from lrmoe.terminal import console, print_table
-
-    _only_of("--loads, --shape or --skew alone", given, ReplayConfig)
-    with console.status("reading the loads") as status:
-        result = run_replay(
-            ReplayConfig(**given),
-            out,
-            overwrite=overwrite,
-            progress=lambda who: status.update(f"playing the loads to {who.replace('[', '')}"),
-        )
-    summary = result.summary()
-    console.print("\n".join(describe(summary)), markup=False)
-    print_table(HEADINGS, [cells(record) for record in summary["policies"]], NOTE)
-    console.print("\n".join(summary["notes"]), markup=False)
-    if out is not None:
-        console.print(f"report: {out / 'report.html'}", markup=False)
-    return 0
-
-
-def _only_of(others: str, given: dict[str, Any], config: type) -> None:
-    """ValueError for an option that ``config`` does not have."""
-    known = {field.name for field in fields(config)}
-    for name in given:
-        if name not in known:
-            raise ValueError(f"--{name.replace('_', '-')} is for {others}")
 
 
 def _doctor(given: dict[str, Any]) -> int:

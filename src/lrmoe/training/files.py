@@ -130,15 +130,15 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
         raise ValueError(f"out={str(out)!r} holds no run (no config.json), so --overwrite will not delete it")
 
 
-def check_free(out: Path, *, overwrite: bool) -> None:
-    """Checks that ``lrmoe balance`` may write into ``out``.
+def check_free(out: Path, *, overwrite: bool, command: str = "balance") -> None:
+    """Checks that ``lrmoe balance``, or another verb that does not resume, may write into ``out``.
 
     Raises:
         ValueError: if it holds anything and is not to be overwritten, or what another command wrote.
     """
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise ValueError(f"out={str(out)!r} is not empty; give another folder, or --overwrite to replace what it holds")
-    check_out_folder(out, command="balance", resume=False, overwrite=overwrite)
+    check_out_folder(out, command=command, resume=False, overwrite=overwrite)
 
 
 def _check_stored(stored: dict[str, Any], path: Path) -> None:
