@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 import lrmoe
 from lrmoe import LRMoEConfig
 from lrmoe.balance import get
-from lrmoe.parallel import ExpertParallel, is_expert, parallelize
+from lrmoe.parallel import ExpertParallel, is_expert, parallelize, total_norm
 
 RANKS = 2
 STEPS = 4
@@ -131,3 +132,49 @@ def test_what_cannot_move_along_is_refused_before_anything_moves(how: str, text:
         assert text in message
         assert unchanged
         assert moves > 0
+
+
+def norm_after_loading(group: dist.ProcessGroup) -> tuple[float, float]:
+    """Of gradients 0, 1, ... of the experts, where the slots have been filled by moves and by loading."""
+    norms = []
+    state: dict[str, Any] = {}
+    for loads in (False, True):
+        policy = get("flexmoe", slots=5, threshold=1.0)
+        ep = ExpertParallel(group, num_experts=EXPERTS, policy=policy, gradient_divisor=RANKS)
+        model = parallelize(make_model(), ep)
+        if loads:
+            ep.load_state_dict(state)
+        else:
+            x_TD, y_TD = batch(0)
+            move_hot_spot(model)(3)
+            nn.functional.mse_loss(model(x_TD), y_TD).backward()
+            ep.step(torch.optim.SGD(model.parameters()))
+            assert policy.moves()  # type: ignore[attr-defined]
+            state = ep.state_dict()
+        for number, layer in enumerate(list(model)[1:3]):
+            for weight in layer.experts.parameters():  # type: ignore[union-attr]
+                held = policy.placement(number)[ep.rank]  # type: ignore[attr-defined]
+                weight.grad = torch.stack([torch.full_like(row, e) for e, row in zip(held, weight, strict=True)])
+        norms.append(float(total_norm([weight for weight in model.parameters() if is_expert(weight)], group=group)))
+    return norms[0], norms[1]
+
+
+def test_a_loaded_placement_counts_each_expert_once() -> None:
+    numbers = sum(weight[0].numel() for layer in list(make_model())[1:3] for weight in layer.experts.parameters())
+    once = (numbers * sum(expert**2 for expert in range(EXPERTS))) ** 0.5
+    for norms in run_world(RANKS, norm_after_loading):
+        assert norms == pytest.approx((once, once))
+
+
+def pickled(group: dist.ProcessGroup) -> str:
+    model = parallelize(make_model(), ExpertParallel(group, num_experts=EXPERTS))
+    try:
+        pickle.dumps(model)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parallel_model_says_how_to_save_it() -> None:
+    for message in run_world(RANKS, pickled):
+        assert "save model.state_dict()" in message

@@ -280,6 +280,12 @@ class ExpertParallel:
         # A copied model travels in the same group, by the same policy.
         return self
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an ExpertParallel belongs to the processes of its group and cannot be pickled, nor can a model that it "
+            "runs: save model.state_dict() on each rank, or all ranks together with lrmoe.parallel.checkpoint.save"
+        )
+
     def step(self, *optimizers: torch.optim.Optimizer) -> None:
         """Call once after each optimizer step, on every rank: the policy decides for the next one.
 
@@ -338,6 +344,8 @@ class ExpertParallel:
                 "same"
             )
         self.policy.load_state_dict(state["state"])
+        for layer in self.registered:
+            self._count_slots(layer)
 
     def _run(self, tensors: Tensors, clock: Clock, identity_2: Tensor, activation: str) -> Tensor:
         x_TD, ids_TK, alpha_TK, *weights, mask_T = tensors

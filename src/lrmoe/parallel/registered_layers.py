@@ -21,6 +21,9 @@ class RegisteredLayers:
         # By identity: the parameters are held above, so none of these is ever another's.
         self._numbers = {id(weight): number for number, weights in self._layers.items() for weight in weights}
 
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(self._layers))
+
     def next_number(self) -> int:
         """One more than the largest number so far."""
         return max(self._layers, default=-1) + 1
