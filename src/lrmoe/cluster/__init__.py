@@ -1,0 +1,32 @@
+"""A cluster on paper: what a model's experts need in memory and time on given hardware, without having it."""
+
+from lrmoe.cluster.hardware import Hardware, hardware
+from lrmoe.cluster.memory import BF16, FP32, Item, Memory, Precision, TokenBuffers, expert_state, memory, token_buffers
+from lrmoe.cluster.model import ModelShape, from_config, model
+from lrmoe.cluster.scale import Metadata, Planning, measure_planning, metadata
+from lrmoe.cluster.time import LayerTime, Phase, calibrate, layer_time
+
+__all__ = [
+    "BF16",
+    "FP32",
+    "Hardware",
+    "Item",
+    "LayerTime",
+    "Memory",
+    "Metadata",
+    "ModelShape",
+    "Phase",
+    "Planning",
+    "Precision",
+    "TokenBuffers",
+    "calibrate",
+    "expert_state",
+    "from_config",
+    "hardware",
+    "layer_time",
+    "measure_planning",
+    "memory",
+    "metadata",
+    "model",
+    "token_buffers",
+]

@@ -1,0 +1,316 @@
+"""Seconds of one MoE layer on paper: a roofline for each phase, and for the step the slowest rank of each.
+
+A *phase* is what ranks do between two moments at which they wait for each other; its time is that of the slowest rank,
+and a layer takes the sum over its phases. Phases have the names that the engine's straggler clock
+(:mod:`lrmoe.parallel.clock`) gives them. Nothing is taken to overlap.
+
+S instances of experts on a rank, E experts, G ranks, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lrmoe.balance import Plan
+from lrmoe.cluster.hardware import Hardware
+from lrmoe.cluster.memory import BF16, Precision
+from lrmoe.cluster.model import ModelShape
+from lrmoe.config import Save
+
+Pass = Literal["forward", "backward"]
+Kind = Literal["compute", "network"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Phase:
+    """``seconds_G`` of each rank, fp64."""
+
+    name: str
+    of: Pass
+    kind: Kind
+    seconds_G: Tensor
+
+    @property
+    def seconds(self) -> float:
+        """Of the slowest rank."""
+        return float(self.seconds_G.max())
+
+    @property
+    def mean(self) -> float:
+        """What it would take if all ranks had the same to do."""
+        return float(self.seconds_G.mean())
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """All phases of one layer and microbatch, in order."""
+
+    phases: tuple[Phase, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Sum over phases of the slowest rank."""
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def balanced(self) -> float:
+        """Sum over phases of the mean rank."""
+        return sum(phase.mean for phase in self.phases)
+
+    def of(self, which: Pass | Kind) -> float:
+        """Seconds of one pass, or of computing or the network alone."""
+        return sum(phase.seconds for phase in self.phases if which in (phase.of, phase.kind))
+
+    def __getitem__(self, name: str) -> float:
+        """Seconds of the phases of this name; KeyError if there is none."""
+        found = [phase.seconds for phase in self.phases if phase.name == name]
+        if not found:
+            raise KeyError(f"no phase {name!r}; there are {', '.join(dict.fromkeys(p.name for p in self.phases))}")
+        return sum(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        phases = [{"name": p.name, "of": p.of, "kind": p.kind, "seconds_G": p.seconds_G.tolist()} for p in self.phases]
+        return {"seconds": self.seconds, "balanced": self.balanced, "phases": phases}
+
+
+def grouped_gemm_seconds(
+    rows_S: Sequence[int] | Tensor, inner: int, outer: int, hardware: Hardware, *, element_bytes: float = 2
+) -> float:
+    """(rows, inner) times a matrix (inner, outer) of each group: the slower of arithmetic, on whole tiles, and memory."""
+    rows_S = torch.as_tensor(rows_S, dtype=torch.int64)
+    used = int((rows_S > 0).sum())
+    if not used:
+        return hardware.launch_s
+    tile = hardware.tile_rows
+    tiled = int(((rows_S + tile - 1) // tile).sum()) * tile
+    rows = int(rows_S.sum())
+    flops = 2 * tiled * inner * _tiled(outer, tile)
+    moved = element_bytes * (rows * (inner + outer) + used * inner * outer)
+    return _roofline(flops, moved, hardware)
+
+
+def grouped_wgrad_seconds(
+    rows_S: Sequence[int] | Tensor, left: int, right: int, hardware: Hardware, *, element_bytes: float = 2
+) -> float:
+    """For each group (left, rows) times (rows, right); groups without rows are written as zeros."""
+    rows_S = torch.as_tensor(rows_S, dtype=torch.int64)
+    tile = hardware.tile_rows
+    rows = int(rows_S.sum())
+    # The rows are the inner dimension here, which is walked through in smaller steps than a tile.
+    inner = int(((rows_S + _INNER - 1) // _INNER).sum()) * _INNER if tile > 1 else rows
+    flops = 2 * inner * _tiled(left, tile) * _tiled(right, tile)
+    moved = element_bytes * (rows * (left + right) + rows_S.numel() * left * right)
+    return _roofline(flops, moved, hardware)
+
+
+_INNER = 32
+
+
+def exchange_seconds(bytes_GG: Tensor, hardware: Hardware) -> Tensor:
+    """fp64 (G,): an all-to-all of which rank s sends ``bytes_GG[s, d]`` to rank d.
+
+    A rank sends and receives at once, inside its node and out of it at once; the slowest of the four counts. What it
+    sends to itself is free.
+    """
+    num_ranks = bytes_GG.shape[0]
+    node_G = torch.arange(num_ranks) // hardware.ranks_per_node
+    same_GG = node_G.unsqueeze(0) == node_G.unsqueeze(1)
+    bytes_GG = bytes_GG.to(torch.float64) * (1 - torch.eye(num_ranks, dtype=torch.float64))
+    if not bool(bytes_GG.any()):
+        return torch.zeros(num_ranks, dtype=torch.float64)
+    seconds_G = torch.zeros(num_ranks, dtype=torch.float64)
+    for mask_GG, rate in ((same_GG, hardware.intra_bytes_per_s), (~same_GG, hardware.inter_bytes_per_s)):
+        part_GG = bytes_GG * mask_GG
+        busiest_G = torch.maximum(part_GG.sum(1), part_GG.sum(0)) / (rate * hardware.link_efficiency)
+        seconds_G = torch.maximum(seconds_G, busiest_G)
+    return seconds_G + hardware.latency_s
+
+
+def weight_bytes(plan: Plan, size: float) -> Tensor:
+    """fp64 (G, G): ``size`` bytes from the home of each expert to each of its replicas."""
+    num_ranks = plan.lam_GE.shape[0]
+    bytes_GG = torch.zeros(num_ranks, num_ranks, dtype=torch.float64)
+    for ranks in plan.hosts:
+        for rank in ranks[1:]:
+            bytes_GG[ranks[0], rank] += size
+    return bytes_GG
+
+
+def layer_time(
+    plan: Plan,
+    model: ModelShape,
+    hardware: Hardware,
+    *,
+    precision: Precision = BF16,
+    save: Save = "preactivation",
+    resend: bool = True,
+) -> LayerTime:
+    """One MoE layer's routed experts, forward and backward, under a plan.
+
+    Args:
+        plan: rows and kept rows of every rank and expert; its loads give the tokens.
+        model: D, F and K.
+        save: with "input" the up projection of kept rows runs again.
+        resend: replicas come again for the backward, as where all layers share their slots.
+    """
+    D, F, a = model.dim, model.expert_dim, precision.activation
+    alloc_GEG = plan.alloc
+    rows_GG = alloc_GEG.sum(1).to(torch.float64)
+    share_EG = plan.quota_EG.to(torch.float64) / plan.rows_EG.clamp(min=1)
+    kept_GG = torch.einsum("sed,ed->sd", alloc_GEG.to(torch.float64), share_EG)
+    del alloc_GEG
+    dropping = not torch.equal(plan.quota_EG, plan.rows_EG)
+    pairs_G, kept_pairs_G = rows_GG.sum(1), kept_GG.sum(1)
+    rows_G, kept_G = plan.rows_EG.sum(0).to(torch.float64), plan.quota_EG.sum(0).to(torch.float64)
+    replicas_GG = weight_bytes(plan, model.expert_params * precision.weight)
+    gradients_GG = weight_bytes(plan, model.expert_params * precision.gradient).t()
+    index, launch = hardware.index_rate, hardware.launch_s
+
+    def indexed(rows: Tensor) -> Tensor:
+        """Rows of D numbers, read and written once."""
+        return rows * (2 * D * a) / index + launch
+
+    def per_rank(counts_EG: Tensor, seconds: Any) -> Tensor:
+        return torch.tensor([seconds(counts_G) for counts_G in _instances(plan, counts_EG)], dtype=torch.float64)
+
+    def forward_experts(rows_S: Tensor) -> float:
+        return expert_forward_seconds(rows_S, D, F, hardware, element_bytes=a)
+
+    def backward_experts(rows_S: Tensor) -> float:
+        return expert_backward_seconds(rows_S, D, F, hardware, element_bytes=a, save=save)
+
+    phases: list[tuple[str, Pass, Kind, Tensor]] = [
+        ("weights to replicas", "forward", "network", exchange_seconds(replicas_GG, hardware)),
+        ("dispatch", "forward", "compute", indexed(pairs_G)),
+        ("tokens to experts", "forward", "network", exchange_seconds(rows_GG * D * a, hardware)),
+        # The experts' order of the rows is another one than they arrive in; so it is on the way back.
+        ("forward experts", "forward", "compute", per_rank(plan.rows_EG, forward_experts) + indexed(rows_G)),
+        ("outputs to tokens", "forward", "network", exchange_seconds(rows_GG.t() * D * a, hardware)),
+        ("combine", "forward", "compute", indexed(pairs_G)),
+    ]
+    if resend:
+        phases.append(("weights to replicas", "backward", "network", exchange_seconds(replicas_GG, hardware)))
+    if dropping:
+        phases += [
+            ("select", "backward", "compute", rows_G / hardware.select_rate + launch),
+            ("scores to experts", "backward", "network", exchange_seconds(rows_GG * 4, hardware)),
+            ("kept flags to tokens", "backward", "network", exchange_seconds(rows_GG.t(), hardware)),
+        ]
+    phases += [
+        ("dispatch gradients", "backward", "compute", indexed(kept_pairs_G)),
+        ("gradients to experts", "backward", "network", exchange_seconds(kept_GG * D * a, hardware)),
+        ("routing weights to experts", "backward", "network", exchange_seconds(kept_GG * 4, hardware)),
+        ("backward experts", "backward", "compute", per_rank(plan.quota_EG, backward_experts)),
+        ("gradients to tokens", "backward", "network", exchange_seconds(kept_GG.t() * D * a, hardware)),
+        ("combine gradients", "backward", "compute", indexed(kept_pairs_G)),
+        ("routing weight gradients to tokens", "backward", "network", exchange_seconds(kept_GG.t() * 4, hardware)),
+        ("gradients of replicas home", "backward", "network", exchange_seconds(gradients_GG, hardware)),
+    ]
+    return LayerTime(tuple(Phase(name=n, of=of, kind=kind, seconds_G=s) for n, of, kind, s in phases))
+
+
+def expert_forward_seconds(
+    rows_S: Sequence[int] | Tensor, dim: int, width: int, hardware: Hardware, *, element_bytes: float = 2
+) -> float:
+    """Up projection, activation and down projection of each instance's rows: 6 D F operations a row."""
+    rows = int(torch.as_tensor(rows_S).sum())
+    up = grouped_gemm_seconds(rows_S, dim, 2 * width, hardware, element_bytes=element_bytes)
+    down = grouped_gemm_seconds(rows_S, width, dim, hardware, element_bytes=element_bytes)
+    # (rows, 2F) read, (rows, F) written.
+    return up + down + rows * 3 * width * element_bytes / hardware.glu_rate + hardware.launch_s
+
+
+def expert_backward_seconds(
+    rows_S: Sequence[int] | Tensor,
+    dim: int,
+    width: int,
+    hardware: Hardware,
+    *,
+    element_bytes: float = 2,
+    save: Save = "preactivation",
+) -> float:
+    """Both projections' gradients for rows and for weights: 12 D F operations a kept row, 16 with save="input"."""
+    rows = int(torch.as_tensor(rows_S).sum())
+    down = grouped_gemm_seconds(rows_S, dim, width, hardware, element_bytes=element_bytes)
+    down += grouped_wgrad_seconds(rows_S, dim, width, hardware, element_bytes=element_bytes)
+    up = grouped_wgrad_seconds(rows_S, 2 * width, dim, hardware, element_bytes=element_bytes)
+    up += grouped_gemm_seconds(rows_S, 2 * width, dim, hardware, element_bytes=element_bytes)
+    gathers = 1
+    if save == "input":
+        up += grouped_gemm_seconds(rows_S, dim, 2 * width, hardware, element_bytes=element_bytes)
+        gathers = 2
+    # Read (rows, 2F) and (rows, F), written (rows, 2F) and (rows, F); x gathered for the weights' gradient.
+    glu = rows * 6 * width * element_bytes / hardware.glu_rate + hardware.launch_s
+    gathered = gathers * (rows * 2 * dim * element_bytes / hardware.index_rate + hardware.launch_s)
+    return down + up + glu + gathered
+
+
+def calibrate(
+    hardware: Hardware,
+    *,
+    gemms: Sequence[tuple[Sequence[int], int, int, float]],
+    glu_bytes_per_s: float | None = None,
+    index_bytes_per_s: float | None = None,
+    select_pairs_per_s: float | None = None,
+) -> Hardware:
+    """The same hardware with its constants from measurements.
+
+    Args:
+        hardware: its tiles stay.
+        gemms: at least two measured grouped products, (rows of each group, inner, outer, seconds), of different sizes:
+            their line gives the rate and what a product costs before it starts.
+        glu_bytes_per_s, index_bytes_per_s, select_pairs_per_s: measured; None leaves them as they are.
+
+    Raises:
+        ValueError: if the products are too few, or take no longer the larger they are.
+    """
+    points = [(_gemm_flops(rows_S, inner, outer, hardware.tile_rows), s) for rows_S, inner, outer, s in gemms]
+    if len({flops for flops, _ in points}) < 2:
+        raise ValueError(f"gemms holds {len(points)} products; at least two of different sizes are needed for a line")
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    if slope <= 0:
+        raise ValueError("gemms: the larger products took no longer than the smaller ones; measure larger ones")
+    changed: dict[str, Any] = {
+        "flops": 1 / slope,
+        "gemm_efficiency": 1.0,
+        "launch_s": max(0.0, mean_y - slope * mean_x),
+    }
+    for name, value in (
+        ("glu_bytes_per_s", glu_bytes_per_s),
+        ("index_bytes_per_s", index_bytes_per_s),
+        ("select_pairs_per_s", select_pairs_per_s),
+    ):
+        if value is not None:
+            changed[name] = value
+    return replace(hardware, **changed, source=f"{hardware.source}; calibrated on {len(points)} grouped products")
+
+
+def _instances(plan: Plan, counts_EG: Tensor) -> list[Tensor]:
+    """For each rank the rows of its instances."""
+    hosted: list[list[int]] = [[] for _ in range(counts_EG.shape[1])]
+    for expert, ranks in enumerate(plan.hosts):
+        for rank in ranks:
+            hosted[rank].append(expert)
+    return [counts_EG[torch.tensor(experts, dtype=torch.int64), rank] for rank, experts in enumerate(hosted)]
+
+
+def _gemm_flops(rows_S: Sequence[int] | Tensor, inner: int, outer: int, tile: int) -> int:
+    rows_S = torch.as_tensor(rows_S, dtype=torch.int64)
+    return 2 * int(((rows_S + tile - 1) // tile).sum()) * tile * inner * _tiled(outer, tile)
+
+
+def _roofline(flops: float, moved: float, hardware: Hardware) -> float:
+    arithmetic = flops / (hardware.flops * hardware.gemm_efficiency)
+    return max(arithmetic, moved / hardware.memory_bandwidth) + hardware.launch_s
+
+
+def _tiled(size: int, tile: int) -> int:
+    return -(-size // tile) * tile
