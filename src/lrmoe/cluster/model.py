@@ -10,7 +10,6 @@ from typing import Any
 
 from lrmoe.config import require_count
 
-
 _COUNTS = ("dense_layers", "dense_dim", "shared_expert_dim", "vocab")
 
 
@@ -59,22 +58,12 @@ class ModelShape:
     def __post_init__(self) -> None:
         for field in ("dim", "expert_dim", "num_experts", "top_k", "moe_layers"):
             object.__setattr__(self, field, require_count(field, getattr(self, field), least=1))
-        for field in (
-            "dense_layers",
-            "dense_dim",
-            "shared_expert_dim",
-            "vocab",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-        ):
+        for field in (*_COUNTS, "num_heads", "num_kv_heads", "head_dim"):
             object.__setattr__(self, field, require_count(field, getattr(self, field)))
         if self.attention_params is not None:
             require_count("attention_params", self.attention_params)
         if self.top_k > self.num_experts:
-            raise ValueError(
-                f"top_k={self.top_k} is more than num_experts={self.num_experts}; a token's experts differ"
-            )
+            raise ValueError(f"top_k={self.top_k} is more than num_experts={self.num_experts}")
         if self.dense_layers and not self.dense_dim:
             raise ValueError(f"dense_layers={self.dense_layers} need their width: dense_dim={self.dense_dim}")
 
@@ -135,7 +124,7 @@ def from_config(config: Mapping[str, Any], *, name: str | None = None) -> ModelS
         raise ValueError(f"model_type={kind!r} is not known; it may be {', '.join(_READERS)}")
     entries = _Entries(config, kind)
     heads = entries.count("num_attention_heads")
-    shape = {
+    shape: dict[str, Any] = {
         "name": name or kind,
         "dim": entries.count("hidden_size"),
         "vocab": entries.count("vocab_size"),
@@ -268,7 +257,7 @@ PRESETS: dict[str, ModelShape] = {
             head_dim=128,
             router_bias=True,
             source="config.json of zai-org/GLM-4.5-Air, without its layer for multi-token prediction; 106 billion "
-            "parameters, 12 billion active (GLM-4.5, arXiv 2508.06471)",
+            "parameters, 12 billion active without embeddings (GLM-4.5, arXiv 2508.06471)",
         ),
     )
 }

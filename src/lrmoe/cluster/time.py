@@ -82,7 +82,7 @@ class LayerTime:
 def grouped_gemm_seconds(
     rows_S: Sequence[int] | Tensor, inner: int, outer: int, hardware: Hardware, *, element_bytes: float = 2
 ) -> float:
-    """(rows, inner) times a matrix (inner, outer) of each group: the slower of arithmetic, on whole tiles, and memory."""
+    """(rows, inner) times an (inner, outer) of each group: the slower of arithmetic, on whole tiles, and memory."""
     rows_S = torch.as_tensor(rows_S, dtype=torch.int64)
     used = int((rows_S > 0).sum())
     if not used:
@@ -167,7 +167,7 @@ def layer_time(
     del alloc_GEG
     dropping = not torch.equal(plan.quota_EG, plan.rows_EG)
     pairs_G, kept_pairs_G = rows_GG.sum(1), kept_GG.sum(1)
-    rows_G, kept_G = plan.rows_EG.sum(0).to(torch.float64), plan.quota_EG.sum(0).to(torch.float64)
+    rows_G = plan.rows_EG.sum(0).to(torch.float64)
     replicas_GG = weight_bytes(plan, model.expert_params * precision.weight)
     gradients_GG = weight_bytes(plan, model.expert_params * precision.gradient).t()
     index, launch = hardware.index_rate, hardware.launch_s
