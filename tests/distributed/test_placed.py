@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from distributed.test_policies import EXPERTS, POLICIES, TOKENS, batch, make_model, move_hot_spot, whole_experts
+from distributed.test_policies_train import EXPERTS, POLICIES, TOKENS, batch, make_model, move_hot_spot, whole_experts
 from distributed.world import run_world
 from torch import Tensor, nn
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed.spread import own_tokens
-from distributed.test_policies import POLICIES
+from distributed.test_policies_train import POLICIES
 from distributed.world import run_world
 from experts.problem import PARAMETERS, Problem, error, expected, live_pairs, make
 from torch import Tensor
