@@ -1,7 +1,8 @@
 """A cluster on paper: what a model's experts need in memory and time on given hardware, without having it."""
 
+from lrmoe.cluster.buffers import Elementwise, Item, TokenBuffers, token_buffers
 from lrmoe.cluster.hardware import Hardware, hardware
-from lrmoe.cluster.memory import BF16, FP32, Item, Memory, Precision, TokenBuffers, expert_state, memory, token_buffers
+from lrmoe.cluster.memory import BF16, FP32, Memory, Precision, expert_state, memory
 from lrmoe.cluster.model import ModelShape, from_config, model
 from lrmoe.cluster.scale import Metadata, Planning, measure_planning, metadata
 from lrmoe.cluster.time import LayerTime, Phase, calibrate, layer_time
@@ -9,6 +10,7 @@ from lrmoe.cluster.time import LayerTime, Phase, calibrate, layer_time
 __all__ = [
     "BF16",
     "FP32",
+    "Elementwise",
     "Hardware",
     "Item",
     "LayerTime",
