@@ -126,7 +126,19 @@ def token_buffers(
     # One device scores and orders its pairs also where it keeps them all.
     scored = (R + N if dropping else 0) if parallel else N
     scored += model.num_experts
-    stages = _Stages(T=T, D=D, F=F, N=N, R=R, M=M, sent=sent, a=a, recomputed=save == "input", elementwise=elementwise)
+    stages = _Stages(
+        T=T,
+        D=D,
+        F=F,
+        N=N,
+        R=R,
+        M=M,
+        sent=sent,
+        a=a,
+        recomputed=save == "input",
+        elementwise=elementwise,
+        router_grad=router_grad,
+    )
     forward = stages.forward_over_ranks() if parallel else stages.forward()
     backward = (stages.backward_over_ranks if parallel else stages.backward)(weight_gradients)
     return TokenBuffers(
@@ -151,6 +163,7 @@ class _Stages:
     a: float
     recomputed: bool
     elementwise: Elementwise
+    router_grad: RouterGrad
 
     def forward(self) -> float:
         """Up projection; activation; down projection; combine. What is saved of the up projection is not counted."""
@@ -175,7 +188,8 @@ class _Stages:
         activation = M * (2 * D + 6 * F if self.recomputed else D + 4 * F) * a + self._activation(M, backward=True)
         down = M * (D + 3 * F) * a + gradients / 3
         up = M * (D + 2 * F) * a + gradients
-        return max(activation, down, up, M * D * a + self._sum() + gradients)
+        router = (M * D + self.T * D) * a + self._router(self.N - M, over_ranks=False) + gradients
+        return max(activation, down, up, M * D * a + self._sum() + gradients, router)
 
     def backward_over_ranks(self, gradients: float) -> float:
         """Gradients gathered, sent, arrived and put in order; the experts, meanwhile the arrived ones stay; rows'
@@ -185,7 +199,9 @@ class _Stages:
         down = M * (D + 3 * F) * a + gradients / 3
         up = M * (2 * D + 2 * F) * a + gradients
         back = (3 * M + sent) * D * a + gradients
-        return max((sent + 2 * M) * D * a, activation, down, up, back, sent * D * a + self._sum() + gradients)
+        combine = sent * D * a + self._sum() + gradients
+        router = (M + sent + self.T) * D * a + self._router(self.N - sent, over_ranks=True) + gradients
+        return max((sent + 2 * M) * D * a, activation, down, up, back, combine, router)
 
     def _activation(self, rows: int, *, backward: bool) -> float:
         """Temporaries in fp32 or better: four numbers (of F) a row in the forward, where its input has that precision
@@ -196,6 +212,18 @@ class _Stages:
         wide = max(4, self.a)
         each = (5 if whole else 8) * wide + 2 * self.a if backward else (2 if whole else 4) * wide
         return each * (min(rows * self.F, _BLOCK) if self.elementwise == "blocked" else rows * self.F)
+
+    def _router(self, dropped: int, *, over_ranks: bool) -> float:
+        """The routing weights' gradient of dropped pairs: products of gradients and outputs in fp32 or better, of all
+        tokens or of the dropped pairs; on one device the latter's gradients go through the down projection."""
+        if not dropped or self.router_grad == "kept":
+            return 0
+        D, F, a, wide = self.D, self.F, self.a, max(4, self.a)
+        if self.router_grad == "sum_rule":
+            return self.T * D * wide * (1 if a >= 4 else 3)
+        if over_ranks:
+            return dropped * D * (2 * wide + a)
+        return dropped * (D + F + (D + 2 * F if self.recomputed else 0)) * a + self._activation(dropped, backward=True)
 
     def _sum(self) -> float:
         """Tokens' sums over their pairs: in half precision added up in fp32, a choice at a time."""
