@@ -33,7 +33,11 @@ _RECALIBRATION: dict[str, tuple[type, tuple[str, ...] | None, str]] = {
     "final_dense_steps": (int, None, "steps without drop at the end"),
 }
 # Verbs of lrmoe.commands.
-_PAPER = {"balance": "Plan loads under each balancing policy, or play a run to them."}
+_PAPER = {
+    "balance": "Plan loads under each balancing policy, or play a run to them.",
+    "plan": "Say what of a model fits on a cluster, under which policy, slots, drop and save mode, and how fast.",
+    "pressure": "Grow the batch under a hard memory budget, and see what completes under each policy.",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -327,6 +331,8 @@ def _say_skipped(corpus: dict[str, Any]) -> None:
 
 
 def _numbers(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    from lrmoe.training.summary import LAST_STEPS
+
     def show(key: str, form: str, scale: float = 1.0) -> str:
         value = summary[key]
         return "-" if value is None else form.format(value * scale)
@@ -334,7 +340,7 @@ def _numbers(summary: dict[str, Any]) -> list[tuple[str, str]]:
     saved = summary["saved_bytes"]
     return [
         ("validation loss", show("eval_loss", "{:.4f}")),
-        ("training loss, last 50 steps", show("train_loss", "{:.4f}")),
+        (f"training loss, last {min(LAST_STEPS, summary['steps'])} steps", show("train_loss", "{:.4f}")),
         ("kept pairs", show("kept_share", "{:.1f} %", 100)),
         ("kept sum R", show("kept_importance_share", "{:.2f} %", 100)),
         ("V*/sum R", show("variance_share", "{:.4f}")),

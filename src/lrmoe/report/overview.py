@@ -8,6 +8,7 @@ from lrmoe.report import series
 from lrmoe.report.comparison import Row
 from lrmoe.report.text import counted, duration, escape, fixed, percent, signed, whole
 from lrmoe.report.view import Page
+from lrmoe.training.summary import LAST_STEPS
 
 
 def model_name(page: Page) -> str:
@@ -123,6 +124,9 @@ def facts(page: Page) -> str:
             for label, key in (("Selector", "selector"), ("Seed", "seed"))
             if key in settings
         ]
+    ranks = page.whole("ep") or 1
+    if ranks > 1:
+        items.append(("Ranks", f"{ranks}, balanced by {settings.get('policy')}"))
     batch, seq = page.whole("batch"), page.whole("seq")
     if batch is not None and seq is not None:
         items.append(("Tokens a step", whole(batch * seq * (page.whole("grad_accum") or 1))))
@@ -154,7 +158,8 @@ def tiles(page: Page) -> str:
     row = page.rows[0]
     loss_steps, loss = page.run.trainings[0].series("loss")
     train = row.get("train_loss")
-    over = "last 50 steps" if train is not None else f"step {whole(loss_steps[-1])}" if loss else "not logged"
+    last = counted(min(LAST_STEPS, loss_steps[-1] if loss_steps else LAST_STEPS), "step")
+    over = f"last {last}" if train is not None else f"step {whole(loss_steps[-1])}" if loss else "not logged"
     four = [
         ("Validation loss", fixed(row.get("eval_loss"), 3), "nats per token, last validation"),
         (

@@ -21,7 +21,8 @@ _COLUMNS = (
 )
 _NOTE = (
     "Busiest over mean rows of a rank: the mean over records, below it what 95 % of them do not exceed. Replicas: "
-    "instances beyond one an expert. On the wire: all ranks and layers of a step. Held: weights, gradients and "
+    "instances away from an expert's first host. On the wire: all ranks and layers of a step. Held: weights, gradients "
+    "and "
     "optimizer state of the fullest rank. Planning, and below it deciding between steps: CPU time, measured. MoE time: "
     "modelled, of all MoE layers in a step, with nothing hidden; below it, if copies hide behind the computing of "
     "their layer."

@@ -46,7 +46,7 @@ def _timed(which: str) -> Cell:
 _COLUMNS: tuple[tuple[str, str, str, Cell], ...] = (
     ("Validation loss", "nats per token", "eval_loss", _loss),
     ("Minus no drop", "mean, each seed", "eval_loss_difference", _difference),
-    ("Training loss", "last 50 steps", "train_loss", _train_loss),
+    ("Training loss", "last 50 steps, or all", "train_loss", _train_loss),
     ("Kept pairs", "", "kept_share", _plain("kept_share", percent)),
     ("Kept ΣR", "", "kept_importance_share", _plain("kept_importance_share", lambda v: percent(v, 2))),
     ("V*/ΣR", "", "variance_share", _plain("variance_share", lambda v: fixed(v, 4))),

@@ -38,7 +38,8 @@ HEADINGS = (
 )
 NOTE = (
     "forward, kept: largest over mean rows of a rank in the forward, and of those the backward keeps; mean and 95th "
-    "percentile over records. replicas: instances beyond one an expert, mean of a record. W, Gr, O, tokens: weights, "
+    "percentile over records. replicas: instances away from an expert's first host, mean of a record. W, Gr, O, "
+    "tokens: weights, "
     "gradients, optimizer state and rows on the wire in a step, all ranks and layers. held: weights, gradients and "
     "optimizer state of the fullest rank. plan: CPU time of a record; decide: of a step. MoE: modelled time of all MoE "
     "layers in a step, nothing hidden; hidden: if copies hide behind the computing of their layer. / fixed: MoE over "
