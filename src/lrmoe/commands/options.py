@@ -47,6 +47,11 @@ def add_fields(
     """
     for field in settings:
         kind = str(field.type).partition(" ")[0]
+        if kind == "bool":
+            parser.add_argument(
+                "--" + field.name.replace("_", "-"), action="store_true", help=field.metadata["help"].replace("%", "%%")
+            )
+            continue
         default = "" if field.default is None else f" ({field.default:g})" if kind == "float" else f" ({field.default})"
         shown = names.get(field.name, {"int": "N", "float": "X"}.get(kind, "FILE"))
         parser.add_argument(

@@ -20,8 +20,8 @@ from lrmoe.training.files import write_text
 
 
 def write_report(run_dir: Path) -> Path:
-    """Writes ``report.html`` into a folder of ``lrmoe train`` or ``lrmoe compare``, or of ``lrmoe balance`` with a
-    trace or a workload, replacing an old one.
+    """Writes ``report.html`` into a folder of ``lrmoe train`` or ``lrmoe compare``, of ``lrmoe balance`` with a trace
+    or a workload, or of ``lrmoe plan`` or ``lrmoe pressure``, replacing an old one.
 
     The page opens offline in any current browser; it is about 5 MB, nearly all of it plotly. It is replaced in one
     move: whoever has it open never sees half of it, and a failure leaves the old page.
@@ -38,10 +38,19 @@ def write_report(run_dir: Path) -> Path:
         ModuleNotFoundError: if plotly is not installed (the ``train`` extra has it).
     """
     run_dir = Path(run_dir)
-    if run_dir.is_dir() and read_object(run_dir / "config.json").get("command") == "balance":
+    command = read_object(run_dir / "config.json").get("command") if run_dir.is_dir() else None
+    if command == "balance":
         from lrmoe.report.replay import write_replay_page
 
         return write_replay_page(run_dir)
+    if command == "plan":
+        from lrmoe.report.plan import write_plan_page
+
+        return write_plan_page(run_dir)
+    if command == "pressure":
+        from lrmoe.report.pressure import write_pressure_page
+
+        return write_pressure_page(run_dir)
     # Names that the system does not decode come as lone surrogates, which no UTF-8 file can hold.
     page = render(read_run(run_dir)).encode("utf-8", "backslashreplace").decode("utf-8")
     path = run_dir / "report.html"

@@ -1,0 +1,357 @@
+"""``lrmoe pressure``: its settings, its tables and its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import lrmoe
+from lrmoe.cluster import Hardware, ModelShape, hardware, model
+from lrmoe.config import Save, require_count, require_number
+from lrmoe.studies.balance import Expert
+from lrmoe.studies.pair_bytes import Accounting, PairBytes, accounting
+from lrmoe.studies.paper_loads import routing_for
+from lrmoe.studies.pressure import Limits, under_pressure
+from lrmoe.studies.published import GIB, THROUGHPUT, Assumed, at_one, in_order, needed
+from lrmoe.studies.replay import Choice, Record, Setting, parse_choices
+from lrmoe.studies.routing import Routing
+from lrmoe.studies.systems import Sizes
+from lrmoe.training.files import check_free, clear_run, locked, write_json, write_records
+
+POLICIES = "fixed,symi,ultraep,lrmoe"
+PRESSURES = (*range(1, 21), 24, 28, 32, 40)
+SKEWS = (1.0, 1.05, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0)
+"""At which the order of the systems is looked at."""
+COMPARED = (1.5, 2.0, 2.5, 3.0)
+"""Skews of the comparison with the paper's memory and time."""
+ACCOUNTINGS: tuple[Accounting, ...] = get_args(Accounting)
+HEADINGS = ("pressure", "policy", "completes", "worst", "batch", "backward", "kept, least", "busiest", "demand GiB")
+NOTE = (
+    "completes: share of all routed rows that their rank has room for; worst: of the worst record. batch: the part of "
+    "the batch that every rank has room for, which the fullest decides. backward: rows whose backward is computed. "
+    "kept, least: of an expert's rows. busiest: over mean rows of a rank. demand: rows' bytes on the fullest rank."
+)
+
+
+def _field(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PressureConfig:
+    """One MoE layer of a model under a growing batch.
+
+    Raises:
+        ValueError: naming the field, the value and what it may be.
+    """
+
+    model: str = _field("qwen3-30b-a3b", "preset, or a Transformers config.json")
+    hardware: str = _field("h100", "preset, or a TOML or JSON file")
+    ep: int = _field(8, "ranks that the experts lie on")
+    seq: int = _field(8192, "tokens of a sequence")
+    microbatch: int = _field(4, "sequences of a rank at pressure 1")
+    budget_gib: float | None = _field(None, "GiB a rank has for one layer; default: all that the hardware has")
+    trace: str | None = _field(None, "routing trace: run folder of lrmoe train --trace, its trace/ or a part")
+    loads: str | None = _field(None, "JSON file: matrix (ranks, experts) of pairs, several, or one load an expert")
+    skew: float | None = _field(None, "synthetic loads: largest over mean rows of a rank (2)")
+    seed: int = _field(0, "of synthetic loads")
+    draws: int = _field(5, "synthetic loads that are averaged over")
+    slots: int = _field(2, "experts a rank may hold on top of its own")
+    floor: int = _field(1024, "rows that a replica of UltraEP must take where its fast path fails")
+    min_keep: float = _field(0.5, "share of its rows that the backward of every expert keeps at least, under LRMoE")
+    save: Literal["preactivation", "input"] = _field("preactivation", "what LRMoE's operator keeps from the forward")
+    policies: str = _field(POLICIES, "comma-separated, options after colons, e.g. symi:slots=20,ultraep")
+    pressures: str | None = _field(None, "comma-separated; default: 1 to 20, 24, 28, 32, 40")
+    at: float = _field(20.0, "pressure at which the order of the systems is looked at for other skews")
+
+    def __post_init__(self) -> None:
+        for name in ("ep", "seq", "microbatch", "draws", "floor"):
+            require_count(name, getattr(self, name), least=1)
+        for name in ("slots", "seed"):
+            require_count(name, getattr(self, name))
+        if not 0.0 < require_number("min_keep", self.min_keep) <= 1.0:
+            raise ValueError(f"min_keep={self.min_keep!r} must be above 0 and at most 1: a share of an expert's rows")
+        for name in ("budget_gib", "at"):
+            value = getattr(self, name)
+            if value is not None and not 0 < require_number(name, value) < float("inf"):
+                raise ValueError(f"{name}={value!r} must be a finite number above 0")
+        if self.save not in get_args(Save):
+            raise ValueError(f"save={self.save!r} is not known; choose one of {', '.join(get_args(Save))}")
+        self.levels  # noqa: B018  Checks itself.
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """The pressures, ascending."""
+        if self.pressures is None:
+            return tuple(map(float, PRESSURES))
+        try:
+            found = sorted({float(part) for part in self.pressures.split(",")})
+        except ValueError:
+            raise ValueError(f"pressures={self.pressures!r} is no list of numbers such as 1,2,4,8") from None
+        if not all(0 < level < float("inf") for level in found):
+            raise ValueError(f"pressures={self.pressures!r}: each must be a finite number above 0")
+        return tuple(found)
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank at pressure 1."""
+        return self.seq * self.microbatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """A config with what it names."""
+
+    config: PressureConfig
+    model: ModelShape
+    hardware: Hardware
+    routing: Routing
+    choices: list[Choice]
+
+    @classmethod
+    def of(cls, config: PressureConfig) -> Study:
+        """Reads the files.
+
+        Raises:
+            ValueError: if the model, the hardware, the loads or a policy cannot be used.
+        """
+        shape = model(config.model)
+        routing = routing_for(
+            shape,
+            ranks=config.ep,
+            tokens=config.tokens,
+            trace=config.trace,
+            loads=config.loads,
+            skew=config.skew,
+            seed=config.seed,
+            draws=config.draws if config.trace is None and config.loads is None else 1,
+        )
+        choices = parse_choices(config.policies)
+        return cls(config=config, model=shape, hardware=hardware(config.hardware), routing=routing, choices=choices)
+
+    @property
+    def budget(self) -> float:
+        """Bytes."""
+        config = self.config
+        return self.hardware.memory_bytes if config.budget_gib is None else config.budget_gib * GIB
+
+    @cached_property
+    def setting(self) -> Setting:
+        """What the policies share. A layer's slots are of this layer, whoever shares them."""
+        rate = self.hardware
+        expert = Expert(
+            dim=self.model.dim,
+            expert_dim=self.model.expert_dim,
+            flops=rate.flops * rate.gemm_efficiency,
+            bandwidth=rate.intra_bytes_per_s * rate.link_efficiency,
+        )
+        sizes = Sizes(experts=self.model.num_experts, ranks=self.config.ep, layers=1, expert=expert)
+        return Setting(sizes=sizes, slots=self.config.slots, floor=self.config.floor)
+
+    def pair(self, which: Accounting) -> PairBytes:
+        """Bytes of rows."""
+        return accounting(which, self.model, save=self.config.save)
+
+    def play(
+        self,
+        which: Accounting,
+        routing: Routing,
+        pressures: Sequence[float],
+        choices: Sequence[Choice] | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> list[Record]:
+        """Records of :func:`lrmoe.studies.pressure.under_pressure`."""
+        return under_pressure(
+            self.choices if choices is None else choices,
+            routing,
+            self.setting,
+            Limits(budget=self.budget, pair=self.pair(which), min_keep=self.config.min_keep),
+            tokens=self.config.tokens,
+            top_k=self.model.top_k,
+            pressures=pressures,
+            progress=progress,
+        ).records
+
+    def order(self, progress: Callable[[str], None] | None = None) -> list[Record]:
+        """For each skew and way of counting the four systems' shares at pressure ``at``, best first as published.
+
+        ``completes`` and ``batch`` by policy, ``as_published`` for both: each system above the next by 0.001 at least;
+        ``reason`` where these sizes cannot be that skewed.
+        """
+        config = self.config
+        choices = [Choice(name=name) for name in THROUGHPUT]
+        found: list[Record] = []
+        for skew in SKEWS:
+            try:
+                routing = routing_for(
+                    self.model,
+                    ranks=config.ep,
+                    tokens=config.tokens,
+                    skew=skew,
+                    seed=config.seed,
+                    draws=config.draws,
+                )
+            except ValueError as error:
+                found += [{"accounting": which, "skew": skew, "reason": str(error)} for which in ACCOUNTINGS]
+                continue
+            for which in ACCOUNTINGS:
+                if progress is not None:
+                    progress(f"skew {skew:g}")
+                records = self.play(which, routing, [config.at], choices)
+                record: Record = {"accounting": which, "skew": skew, "reason": None, "as_published": {}}
+                for name in ("completes", "batch"):
+                    record[name] = {one["policy"]: one[name] for one in records}
+                    record["as_published"][name] = in_order([record[name][policy] for policy in THROUGHPUT])
+                record["backward"] = {one["policy"]: one["backward"] for one in records}
+                found.append(record)
+        return found
+
+
+def pressure(
+    config: PressureConfig,
+    out: Path | None = None,
+    *,
+    overwrite: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Record:
+    """What completes under each policy as the batch grows, the order of the systems for other skews, and the paper's
+    figures beside ours. With ``out`` writes ``metrics.jsonl`` (a line a way of counting, policy and pressure),
+    ``summary.json``, ``config.json`` and ``report.html`` there.
+
+    Raises:
+        ValueError: if a setting, a file or the loads are wrong, or ``out`` is not free; nothing is written then.
+    """
+    if out is not None:
+        check_free(out, overwrite=overwrite, command="pressure")
+    study = Study.of(config)
+    lines: list[Record] = []
+    for which in ACCOUNTINGS:
+        records = study.play(which, study.routing, config.levels, progress=progress)
+        lines += [{"accounting": which, **record} for record in records]
+    order = study.order(progress)
+    assumed = Assumed(model=study.model, hardware=study.hardware, ranks=config.ep, slots=config.slots)
+    summary: Record = {
+        "source": study.routing.source,
+        "synthetic": study.routing.synthetic,
+        "produced": study.routing.produced(),
+        "model": asdict(study.model),
+        "hardware": asdict(study.hardware),
+        "budget": study.budget,
+        "tokens": config.tokens,
+        "held": max((line["held"] for line in lines if line["reason"] is None), default=None),
+        "counted": {which: study.pair(which).describes for which in ACCOUNTINGS},
+        "order": order,
+        "published": {
+            "applies": config.model == "qwen3-30b-a3b" and config.ep == 8,
+            "drop": assumed.drop,
+            "slots": assumed.slots,
+            "rows": [at_one(skew, assumed) for skew in COMPARED] if config.ep == 8 else [],
+            "needed": needed(assumed),
+        },
+    }
+    summary["notes"] = notes(lines, order, config)
+    summary["policies"] = lines
+    if out is not None:
+        _write(out, config, summary)
+    return summary
+
+
+def notes(lines: Sequence[Record], order: Sequence[Record], config: PressureConfig) -> list[str]:
+    """What a reader should know before the numbers."""
+    said = list(dict.fromkeys(f"{line['policy']} cannot run: {line['reason']}" for line in lines if line["reason"]))
+    for which in ACCOUNTINGS:
+        for policy in dict.fromkeys(line["policy"] for line in lines):
+            own = [one for one in lines if (one["accounting"], one["policy"]) == (which, policy) and not one["reason"]]
+            whole = [one["pressure"] for one in own if one["completes"] > 1 - 1e-9]
+            if own:
+                upto = f"everything completes up to {max(whole):g} x" if whole else "not everything completes anywhere"
+                said.append(f"{_counting(which)}: under {policy} {upto}")
+        for name in ("completes", "batch"):
+            ran = [one for one in order if one["accounting"] == which and one["reason"] is None]
+            right = [f"{one['skew']:g}" for one in ran if one["as_published"][name]]
+            wrong = [f"{one['skew']:g}" for one in ran if not one["as_published"][name]]
+            said.append(
+                f"{_counting(which)}: order at {config.at:g} x by {name} as published (lrmoe > ultraep > symi > fixed) "
+                f"at skews {', '.join(right) or 'none'}; not at {', '.join(wrong) or 'none'}"
+            )
+    return said
+
+
+def _counting(which: str) -> str:
+    return "operator's bytes" if which == "operator" else "kept rows alone"
+
+
+def table(summary: Record, which: Accounting, levels: Sequence[float]) -> list[list[str]]:
+    """Rows of the terminal's table."""
+    rows = []
+    for level in levels:
+        for one in summary["policies"]:
+            if (one["accounting"], one["pressure"]) != (which, level):
+                continue
+            if one["reason"] is not None:
+                rows.append([f"{level:g}", one["policy"], *["-"] * (len(HEADINGS) - 2)])
+                continue
+            shares = (f"{100 * one[name]:.1f} %" for name in ("completes", "completes_least", "batch", "backward"))
+            rest = (f"{100 * one['kept_least']:.0f} %", f"{one['busiest']:.2f}", f"{one['demand'] / GIB:.2f}")
+            rows.append([f"{level:g}", one["policy"], *shares, *rest])
+    return rows
+
+
+def shown_levels(levels: Sequence[float]) -> list[float]:
+    """Few enough for a terminal: every fifth of many."""
+    return list(levels) if len(levels) <= 6 else [level for level in levels if level in (1, 5, 10, 15, 20, 28, 40)]
+
+
+def published_rows(summary: Record) -> tuple[list[str], list[list[str]]]:
+    """The paper's memory and backward beside ours: headings and rows."""
+    from lrmoe.studies.published import BACKWARD_MS, MEMORY
+
+    headings = ["", "published", *(f"skew {row['skew']:g}" for row in summary["published"]["rows"])]
+    rows = []
+    names: dict[Literal["fixed", "lrmoe"], str] = {"fixed": "Megatron-LM", "lrmoe": "LRMoE"}
+    for name, title in names.items():
+        for which in ACCOUNTINGS:
+            for part in ("buffers", "subtotal"):
+                cells = []
+                for row in summary["published"]["rows"]:
+                    value = row[name]["buffers"][which]
+                    if part == "subtotal":
+                        value += row["base"] + (row["replicas"] if name == "lrmoe" else 0.0)
+                    cells.append(f"{value:.2f}")
+                rows.append([f"{title}, {part}, GiB ({_counting(which)})", f"{MEMORY[name][part]:.2f}", *cells])
+        for key, label in (("backward_ms", "all phases"), ("experts_ms", "experts alone")):
+            cells = [f"{row[name][key]:.2f}" for row in summary["published"]["rows"]]
+            rows.append([f"{title}, backward, ms ({label})", f"{BACKWARD_MS[name]:.2f}", *cells])
+    return headings, rows
+
+
+def throughput_rows(summary: Record) -> tuple[list[str], list[list[str]]]:
+    """The order at one pressure for every skew: headings and rows."""
+    headings = ["skew", "counted", "by", *THROUGHPUT, "as published"]
+    rows = [["published", "", "", *(f"{100 * share:.1f} %" for share in THROUGHPUT.values()), ""]]
+    for one in summary["order"]:
+        if one["reason"] is not None:
+            rows.append(
+                [f"{one['skew']:g}", _counting(one["accounting"]), "", *["-"] * len(THROUGHPUT), "cannot be had"]
+            )
+            continue
+        for name in ("completes", "batch"):
+            shares = (f"{100 * one[name][policy]:.1f} %" for policy in THROUGHPUT)
+            verdict = "yes" if one["as_published"][name] else "no"
+            rows.append([f"{one['skew']:g}", _counting(one["accounting"]), name, *shares, verdict])
+    return headings, rows
+
+
+def _write(out: Path, config: PressureConfig, summary: Record) -> None:
+    from lrmoe.report.pressure import write_pressure_page
+
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        clear_run(out)
+        write_records(out / "metrics.jsonl", [{"step": i, **line} for i, line in enumerate(summary["policies"])])
+        write_json(out / "summary.json", summary)
+        write_json(out / "config.json", {"command": "pressure", "version": lrmoe.__version__, **asdict(config)})
+        write_pressure_page(out)
