@@ -9,7 +9,7 @@ S instances of experts on a rank, E experts, G ranks, D model width, F expert wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.balance import Plan
+from lrmoe.cluster.buffers import Elementwise
 from lrmoe.cluster.hardware import Hardware
 from lrmoe.cluster.memory import BF16, Precision
 from lrmoe.cluster.model import ModelShape
@@ -149,106 +150,136 @@ def layer_time(
     *,
     precision: Precision = BF16,
     save: Save = "preactivation",
+    elementwise: Elementwise = "plain",
     resend: bool = True,
+    plan_s: float = 0.0,
 ) -> LayerTime:
-    """One MoE layer's routed experts, forward and backward, under a plan.
+    """One MoE layer's routed experts, forward and backward, under a plan; of one rank, on one device.
 
     Args:
         plan: rows and kept rows of every rank and expert; its loads give the tokens.
         model: D, F and K.
         save: with "input" the up projection of kept rows runs again.
+        elementwise: of the activation, see :data:`~lrmoe.cluster.buffers.Elementwise`.
         resend: replicas come again for the backward, as where all layers share their slots.
+        plan_s: that every rank takes to plan.
     """
     D, F, a = model.dim, model.expert_dim, precision.activation
+    num_ranks, num_experts = plan.lam_GE.shape
     alloc_GEG = plan.alloc
     rows_GG = alloc_GEG.sum(1).to(torch.float64)
     share_EG = plan.quota_EG.to(torch.float64) / plan.rows_EG.clamp(min=1)
     kept_GG = torch.einsum("sed,ed->sd", alloc_GEG.to(torch.float64), share_EG)
     del alloc_GEG
     dropping = not torch.equal(plan.quota_EG, plan.rows_EG)
-    pairs_G, kept_pairs_G = rows_GG.sum(1), kept_GG.sum(1)
-    rows_G = plan.rows_EG.sum(0).to(torch.float64)
+    pairs_G, kept_pairs_G, rows_G = rows_GG.sum(1), kept_GG.sum(1), plan.rows_EG.sum(0).to(torch.float64)
+    tokens_G = pairs_G / model.top_k
     replicas_GG = weight_bytes(plan, model.expert_params * precision.weight)
     gradients_GG = weight_bytes(plan, model.expert_params * precision.gradient).t()
-    index, launch = hardware.index_rate, hardware.launch_s
+    experts = _Experts(D, F, a, hardware, save, elementwise)
+    launch = hardware.launch_s
 
-    def indexed(rows: Tensor) -> Tensor:
+    def indexed(rows_G: Tensor) -> Tensor:
         """Rows of D numbers, read and written once."""
-        return rows * (2 * D * a) / index + launch
+        return rows_G * (2 * D * a) / hardware.index_rate + launch
 
-    def per_rank(counts_EG: Tensor, seconds: Any) -> Tensor:
-        return torch.tensor([seconds(counts_G) for counts_G in _instances(plan, counts_EG)], dtype=torch.float64)
+    def sent(bytes_GG: Tensor) -> Tensor:
+        return exchange_seconds(bytes_GG, hardware)
 
-    def forward_experts(rows_S: Tensor) -> float:
-        return expert_forward_seconds(rows_S, D, F, hardware, element_bytes=a)
+    def per_rank(counts_EG: Tensor, seconds: Callable[[Tensor], float]) -> Tensor:
+        return torch.tensor([seconds(counts_S) for counts_S in _instances(plan, counts_EG)], dtype=torch.float64)
 
-    def backward_experts(rows_S: Tensor) -> float:
-        return expert_backward_seconds(rows_S, D, F, hardware, element_bytes=a, save=save)
-
+    # The experts' order of the rows is another one than they arrive in.
+    reordered_G = indexed(rows_G) if num_ranks > 1 else torch.zeros(1, dtype=torch.float64)
+    counts_GG = torch.full((num_ranks, num_ranks), 8.0 * num_experts, dtype=torch.float64)
+    planned_G = torch.full((num_ranks,), plan_s, dtype=torch.float64)
     phases: list[tuple[str, Pass, Kind, Tensor]] = [
-        ("weights to replicas", "forward", "network", exchange_seconds(replicas_GG, hardware)),
+        ("loads of all ranks", "forward", "network", sent(counts_GG)),
+        ("plan", "forward", "compute", planned_G),
+        ("weights to replicas", "forward", "network", sent(replicas_GG)),
         ("dispatch", "forward", "compute", indexed(pairs_G)),
-        ("tokens to experts", "forward", "network", exchange_seconds(rows_GG * D * a, hardware)),
-        # The experts' order of the rows is another one than they arrive in; so it is on the way back.
-        ("forward experts", "forward", "compute", per_rank(plan.rows_EG, forward_experts) + indexed(rows_G)),
-        ("outputs to tokens", "forward", "network", exchange_seconds(rows_GG.t() * D * a, hardware)),
+        ("tokens to experts", "forward", "network", sent(rows_GG * D * a)),
+        ("forward experts", "forward", "compute", per_rank(plan.rows_EG, experts.forward) + reordered_G),
+        ("outputs to tokens", "forward", "network", sent(rows_GG.t() * D * a)),
         ("combine", "forward", "compute", indexed(pairs_G)),
     ]
     if resend:
-        phases.append(("weights to replicas", "backward", "network", exchange_seconds(replicas_GG, hardware)))
+        phases.append(("weights to replicas", "backward", "network", sent(replicas_GG)))
     if dropping:
         phases += [
             ("select", "backward", "compute", rows_G / hardware.select_rate + launch),
-            ("scores to experts", "backward", "network", exchange_seconds(rows_GG * 4, hardware)),
-            ("kept flags to tokens", "backward", "network", exchange_seconds(rows_GG.t(), hardware)),
+            ("scores to experts", "backward", "network", sent(rows_GG * 4)),
+            ("kept flags to tokens", "backward", "network", sent(rows_GG.t())),
         ]
     phases += [
         ("dispatch gradients", "backward", "compute", indexed(kept_pairs_G)),
-        ("gradients to experts", "backward", "network", exchange_seconds(kept_GG * D * a, hardware)),
-        ("routing weights to experts", "backward", "network", exchange_seconds(kept_GG * 4, hardware)),
-        ("backward experts", "backward", "compute", per_rank(plan.quota_EG, backward_experts)),
-        ("gradients to tokens", "backward", "network", exchange_seconds(kept_GG.t() * D * a, hardware)),
+        ("gradients to experts", "backward", "network", sent(kept_GG * D * a)),
+        ("routing weights to experts", "backward", "network", sent(kept_GG * 4)),
+        ("backward experts", "backward", "compute", per_rank(plan.quota_EG, experts.backward)),
+        ("gradients to tokens", "backward", "network", sent(kept_GG.t() * D * a)),
         ("combine gradients", "backward", "compute", indexed(kept_pairs_G)),
-        ("routing weight gradients to tokens", "backward", "network", exchange_seconds(kept_GG.t() * 4, hardware)),
-        ("gradients of replicas home", "backward", "network", exchange_seconds(gradients_GG, hardware)),
+        ("routing weight gradients to tokens", "backward", "network", sent(kept_GG.t() * 4)),
     ]
+    if dropping:
+        # The sum rule: a token's gradient times its output.
+        phases.append(("router gradient", "backward", "compute", indexed(tokens_G)))
+    phases.append(("gradients of replicas home", "backward", "network", sent(gradients_GG)))
     return LayerTime(tuple(Phase(name=n, of=of, kind=kind, seconds_G=s) for n, of, kind, s in phases))
 
 
-def expert_forward_seconds(
-    rows_S: Sequence[int] | Tensor, dim: int, width: int, hardware: Hardware, *, element_bytes: float = 2
-) -> float:
-    """Up projection, activation and down projection of each instance's rows: 6 D F operations a row."""
-    rows = int(torch.as_tensor(rows_S).sum())
-    up = grouped_gemm_seconds(rows_S, dim, 2 * width, hardware, element_bytes=element_bytes)
-    down = grouped_gemm_seconds(rows_S, width, dim, hardware, element_bytes=element_bytes)
-    # (rows, 2F) read, (rows, F) written.
-    return up + down + rows * 3 * width * element_bytes / hardware.glu_rate + hardware.launch_s
+@dataclass(frozen=True)
+class _Experts:
+    """Seconds of a rank's experts for the rows of each of its instances."""
+
+    dim: int
+    width: int
+    element_bytes: float
+    hardware: Hardware
+    save: Save
+    elementwise: Elementwise
+
+    def forward(self, rows_S: Tensor) -> float:
+        """Up projection, activation and down projection: 6 D F operations a row."""
+        D, F = self.dim, self.width
+        return self._gemm(rows_S, D, 2 * F) + self._activation(rows_S, "forward") + self._gemm(rows_S, F, D)
+
+    def backward(self, rows_S: Tensor) -> float:
+        """Both projections' gradients for rows and for weights: 12 D F operations a kept row, 16 with save="input"."""
+        D, F = self.dim, self.width
+        down = self._gemm(rows_S, D, F) + self._wgrad(rows_S, D, F)
+        up = self._wgrad(rows_S, 2 * F, D) + self._gemm(rows_S, 2 * F, D) + self._gather(rows_S)
+        again = self._gather(rows_S) + self._gemm(rows_S, D, 2 * F) if self.save == "input" else 0.0
+        return down + self._activation(rows_S, "backward") + up + again
+
+    def _gemm(self, rows_S: Tensor, inner: int, outer: int) -> float:
+        return grouped_gemm_seconds(rows_S, inner, outer, self.hardware, element_bytes=self.element_bytes)
+
+    def _wgrad(self, rows_S: Tensor, left: int, right: int) -> float:
+        return grouped_wgrad_seconds(rows_S, left, right, self.hardware, element_bytes=self.element_bytes)
+
+    def _gather(self, rows_S: Tensor) -> float:
+        moved = int(rows_S.sum()) * 2 * self.dim * self.element_bytes
+        return moved / self.hardware.index_rate + self.hardware.launch_s
+
+    def _activation(self, rows_S: Tensor, which: Pass) -> float:
+        each = activation_bytes(which, self.element_bytes, self.elementwise)
+        return int(rows_S.sum()) * self.width * each / self.hardware.glu_rate + self.hardware.launch_s
 
 
-def expert_backward_seconds(
-    rows_S: Sequence[int] | Tensor,
-    dim: int,
-    width: int,
-    hardware: Hardware,
-    *,
-    element_bytes: float = 2,
-    save: Save = "preactivation",
-) -> float:
-    """Both projections' gradients for rows and for weights: 12 D F operations a kept row, 16 with save="input"."""
-    rows = int(torch.as_tensor(rows_S).sum())
-    down = grouped_gemm_seconds(rows_S, dim, width, hardware, element_bytes=element_bytes)
-    down += grouped_wgrad_seconds(rows_S, dim, width, hardware, element_bytes=element_bytes)
-    up = grouped_wgrad_seconds(rows_S, 2 * width, dim, hardware, element_bytes=element_bytes)
-    up += grouped_gemm_seconds(rows_S, 2 * width, dim, hardware, element_bytes=element_bytes)
-    gathers = 1
-    if save == "input":
-        up += grouped_gemm_seconds(rows_S, dim, 2 * width, hardware, element_bytes=element_bytes)
-        gathers = 2
-    # Read (rows, 2F) and (rows, F), written (rows, 2F) and (rows, F); x gathered for the weights' gradient.
-    glu = rows * 6 * width * element_bytes / hardware.glu_rate + hardware.launch_s
-    gathered = gathers * (rows * 2 * dim * element_bytes / hardware.index_rate + hardware.launch_s)
-    return down + up + glu + gathered
+def activation_bytes(which: Pass, element_bytes: float, elementwise: Elementwise) -> float:
+    """Read and written by the activation for each of a row's F numbers.
+
+    Fused, it reads gate and up and writes phi; in the backward it reads those and t, and writes the gradients of both
+    and phi, scaled. The plain operations pass over 10 and 41 numbers in fp32 or better, and over 4 and 7 more in half
+    precision; in blocks they do the same, in the cache.
+    """
+    if elementwise == "fused":
+        return element_bytes * (3 if which == "forward" else 6)
+    wide = max(4.0, element_bytes)
+    half = element_bytes < 4
+    if which == "forward":
+        return 10 * wide + (4 * (element_bytes + wide) / 2 if half else 0)
+    return 41 * wide + (7 * (element_bytes + wide) / 2 if half else 0)
 
 
 def calibrate(
