@@ -65,7 +65,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"lrmoe {lrmoe.__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["train", "compare", "report", "doctor"])
+@pytest.mark.parametrize("verb", ["train", "compare", "report", "balance", "plan", "pressure", "doctor"])
 def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(verb, "--help") == 0
     assert "usage: lrmoe" in capsys.readouterr().out

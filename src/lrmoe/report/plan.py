@@ -108,9 +108,8 @@ def _settings(summary: Record) -> str:
         )
     note = (
         "Least drop: the smallest share of the backward’s rows to leave out so that every rank fits in every "
-        "microbatch; "
-        "a dash where not even the largest accepted drop does, which the columns after it then show. Against even: "
-        "over "
+        "microbatch; a dash where not even the largest accepted drop does, which the columns after it then show. "
+        "Against even: over "
         "ranks that all have the mean to do, without replicas. Pays from: tokens a rank from which on replicas save "
         "more time than they cost, as <code>lrmoe balance</code> has it. The recommended setting is marked."
     )
@@ -189,7 +188,7 @@ def _items(summary: Record) -> str:
             escape(item["name"]),
             size(item["bytes"]),
             {"always": "always", "forward": "in the forward", "backward": "in the backward"}[item["when"]],
-            f'<span class="words">{escape(item["formula"])}</span>',
+            escape(item["formula"]),
         ]
         for item in summary["memory"]["items"]
         if item["bytes"]
@@ -198,11 +197,12 @@ def _items(summary: Record) -> str:
     headings = [("Item", "of the fullest rank"), ("Bytes", ""), ("There", ""), ("Formula", "")]
     note = (
         f"Of {escape(summary['shown'])}. Buffers of a pass are there only while it runs, so the larger of the two "
-        "counts. "
-        "T tokens of a rank, K choices, R rows it computes, M of them kept, E experts, G ranks, L MoE layers, D and F "
-        "widths, P parameters of an expert; w, g, o, a bytes of a weight, gradient, optimizer state and activation."
+        "counts. T tokens of a rank, K choices, R rows it computes, M of them kept, E experts, G ranks, L MoE layers, "
+        "D and F widths, P parameters of an expert; w, g, o, a bytes of a weight, gradient, optimizer state and "
+        "activation."
     )
-    return table_card("memory-items", headings, rows, note, title="What the memory consists of")
+    table = table_card("memory-items", headings, rows, note, title="What the memory consists of")
+    return f'<div class="words">{table}</div>'
 
 
 def _method(summary: Record) -> str:
@@ -215,8 +215,7 @@ def _method(summary: Record) -> str:
         "<li><b>Memory</b> is that of the rank with most, in the microbatch with most. Fragmentation, the "
         "communication library’s own buffers and what other libraries hold are not in it.</li>"
         "<li><b>Time</b> is of the routed experts’ layers alone, forward and backward, each phase as slow as its "
-        "slowest "
-        "rank. Attention, the optimizer and everything else are left out.</li>"
+        "slowest rank. Attention, the optimizer and everything else are left out.</li>"
         "<li><b>Nothing is dropped unless nothing fits without</b>, and replicas are recommended only from the size on "
         "from which <code>lrmoe balance</code> says that they pay, and for at least three per cent.</li>"
         "</ul></section>"

@@ -12,6 +12,7 @@ from lrmoe.report.text import DASH, escape, fixed, percent, size, whole
 
 Record = dict[str, Any]
 _COUNTED = {"operator": "What the operator holds", "kept": "Kept rows alone"}
+_INLINE = {"operator": "what the operator holds", "kept": "kept rows alone"}
 _SYSTEMS = {"lrmoe": "LRMoE", "ultraep": "UltraEP", "symi": "SYMI", "fixed": "Megatron-LM"}
 _DEFINITIONS = (
     ("Pressure", "so many times the tokens of a rank; loads keep their proportions."),
@@ -28,10 +29,8 @@ _DEFINITIONS = (
     (
         "Backward computed",
         "rows whose backward is computed. All policies but LRMoE compute the backward of what completes. LRMoE "
-        "computes "
-        "the forward of every row and leaves out as many backward rows as it must, no expert below its least kept "
-        "share: "
-        "those rows count as completed, and not here.",
+        "computes the forward of every row and leaves out as many backward rows as it must, no expert below its least "
+        "kept share (to a row): those rows count as completed, and not here.",
     ),
     (
         "History",
@@ -90,7 +89,7 @@ def _nearest(summary: Record, which: str, policy: str, at: float) -> Record | No
 
 def _lead(summary: Record, config: Record) -> str:
     said = []
-    for which, title in _COUNTED.items():
+    for which in _COUNTED:
         mine = _records(summary, which, "lrmoe")
         whole_batch = [one["pressure"] for one in mine if one["completes"] > 1 - 1e-9]
         others = [
@@ -103,11 +102,13 @@ def _lead(summary: Record, config: Record) -> str:
         ]
         if not mine:
             continue
-        reach = f"LRMoE completes everything up to <b>{max(whole_batch, default=0):g} ×</b> the batch"
-        best = f", the best exact policy up to <b>{max(others, default=0):g} ×</b>" if len(summary["policies"]) else ""
         kept = next((one for one in reversed(mine) if one["completes"] > 1 - 1e-9), None)
         share = f", there with {percent(kept['backward'], 0)} of the backward computed" if kept else ""
-        said.append(f"{title}: {reach}{best}{share}.")
+        best = f"; the best exact policy up to <b>{max(others):g} ×</b>" if others else ""
+        said.append(
+            f"Counting {_INLINE[which]}, LRMoE completes everything up to <b>{max(whole_batch, default=0):g} ×</b> the "
+            f"batch{share}{best}."
+        )
     return " ".join(said)
 
 
@@ -144,38 +145,24 @@ def _counted(study: Study, which: str, title: str, figures: dict[str, Figure]) -
     shown = _levels(sorted({one["pressure"] for one in _records(summary, which)}))
     rows = []
     for policy in policies:
+        cells = [escape(policy)]
         for level in shown:
             one = _nearest(summary, which, policy, level)
             if one is None:
+                cells.append(DASH)
                 continue
-            rows.append(
-                [
-                    f"{escape(policy)}, {level:g} ×",
-                    percent(one["completes"]),
-                    percent(one["completes_least"]),
-                    percent(one["batch"]),
-                    percent(one["backward"]),
-                    percent(one["kept_least"], 0),
-                    fixed(one["busiest"], 2),
-                    fixed(one["replicas"], 1),
-                    size(one["demand"]),
-                ]
+            kept = f"<small>{percent(one['kept_least'], 0)} kept</small>" if one["kept_least"] < 1 else ""
+            cells.append(
+                f"<b>{percent(one['completes'])}</b><small>{percent(one['batch'])} batch</small>"
+                f"<small>{percent(one['backward'])} backward</small>{kept}"
             )
-    headings = [
-        ("Policy", "pressure"),
-        ("Completes", "mean"),
-        ("Completes", "worst record"),
-        ("Whole batch", ""),
-        ("Backward", "computed"),
-        ("Kept", "least of an expert"),
-        ("Busiest", "over mean"),
-        ("Replicas", "a record"),
-        ("Rows", "fullest rank needs"),
-    ]
-    table = table_card(
-        f"table-{which}", headings, rows, "Demand is what the plan would need, whatever the budget.", level="h3",
-        title=f"{title}: table",
-    )  # fmt: skip
+        rows.append(cells)
+    note = (
+        "Completes; below it the whole batch, and the rows whose backward is computed; where rows are left out, the "
+        "least that an expert keeps of its own."
+    )
+    headings = [("Policy", ""), *((f"{level:g} ×", "") for level in shown)]
+    table = table_card(f"table-{which}", headings, rows, note, level="h3", title=f"{title}: table")
     return (
         f'<h2>{title}</h2><p class="intro">{escape(summary["counted"][which])}</p>'
         f'<div class="grid three">{cards}</div><div class="spaced">{table}</div>'
@@ -247,10 +234,8 @@ def _order(summary: Record, config: Record, figures: dict[str, Figure]) -> str:
     note = (
         "The published order is LRMoE, UltraEP, SYMI, Megatron-LM; it counts as reproduced where each is at least 0.1 "
         "points above the next. Near even loads the exact policies are alike, and SYMI’s whole slots make its ranks "
-        "less "
-        "even than they were. Where every rank is over its capacity whatever moves, all exact policies complete the "
-        "same: "
-        "then only the whole batch tells them apart."
+        "less even than they were. Where every rank is over its capacity whatever moves, all exact policies complete "
+        "the same: then only the whole batch tells them apart."
     )
     table = table_card("order-table", headings, rows, note, level="h3", title="Who is ahead of whom")
     return (
@@ -310,8 +295,7 @@ def _published(summary: Record) -> str:
     note = (
         f"One layer at 1 ×: {whole(summary['tokens'])} tokens a rank, {percent(told['drop'], 0)} dropped, "
         f"{told['slots']} slots, {escape(summary['hardware']['name'])}; synthetic loads of each skew, none of them "
-        "chosen "
-        f"for its result. Base placement {fixed(told['rows'][0]['base'], 4)} GiB (published 0.42), replicas "
+        f"chosen for its result. Base placement {fixed(told['rows'][0]['base'], 4)} GiB (published 0.42), replicas "
         f"{fixed(told['rows'][0]['replicas'], 4)} GiB (published 0.05).{applies}"
     )
     columns = [("What", ""), ("Published", ""), *((heading.capitalize(), "") for heading in headings[2:])]
@@ -320,12 +304,10 @@ def _published(summary: Record) -> str:
 
 
 def _needed(summary: Record) -> str:
-    rows = [[escape(one["figure"]), f'<span class="words">{escape(one["needs"])}</span>'] for one in
-            summary["published"]["needed"]]  # fmt: skip
+    rows = [[escape(one["figure"]), escape(one["needs"])] for one in summary["published"]["needed"]]
     note = (
         "What is published does not give loads, bytes of a pair, SYMI’s and UltraEP’s slots, or the batch at 1 ×. "
-        "For each "
-        "figure, what one would have to assume to get it. Nothing on this page is chosen so that it comes out."
+        "For each figure, what one would have to assume to get it. Nothing on this page is chosen so that it comes out."
     )
     return (
         '<div class="words">'
@@ -341,8 +323,7 @@ def _definitions(summary: Record, config: Record) -> str:
     return (
         f'<h2>Definitions</h2><section class="card"><ul class="plain">{items}'
         f"<li><b>What the operator holds</b>: {escape(summary['counted']['operator'])} The same operator is counted "
-        "for "
-        "every policy.</li>"
+        "for every policy.</li>"
         f"<li><b>Kept rows alone</b>: {escape(summary['counted']['kept'])} The published token buffers fit this way of "
         "counting; no operator whose forward computes every row holds this little.</li>"
         f"<li><b>Least kept share</b>: LRMoE leaves out no more than {percent(1 - config['min_keep'], 0)} of any "
