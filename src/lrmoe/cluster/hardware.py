@@ -32,6 +32,7 @@ class Hardware:
         link_efficiency: share of the links' rates that large transfers reach.
         tile_rows: products compute rows, and columns, of each expert in whole tiles of so many.
         launch_s: before any product or pass over memory starts.
+        group_s: of each group with rows in a grouped product, beside its arithmetic.
         latency_s: before any collective starts.
         glu_bytes_per_s: of the activation between the projections; None for ``memory_bandwidth``.
         index_bytes_per_s: of gathering and adding up rows; None for ``memory_bandwidth``.
@@ -53,6 +54,7 @@ class Hardware:
     link_efficiency: float = 0.8
     tile_rows: int = 128
     launch_s: float = 5e-6
+    group_s: float = 0.0
     latency_s: float = 2e-5
     glu_bytes_per_s: float | None = None
     index_bytes_per_s: float | None = None
@@ -74,7 +76,7 @@ class Hardware:
         for field in ("gemm_efficiency", "link_efficiency"):
             if getattr(self, field) > 1:
                 raise ValueError(f"{field}={getattr(self, field)!r} must be at most 1: a share of the peak")
-        for field in ("launch_s", "latency_s"):
+        for field in ("launch_s", "group_s", "latency_s"):
             if not 0 <= require_number(field, getattr(self, field)) < math.inf:
                 raise ValueError(f"{field}={getattr(self, field)!r} must be a finite number >= 0, in seconds")
 

@@ -93,7 +93,7 @@ def grouped_gemm_seconds(
     rows = int(rows_S.sum())
     flops = 2 * tiled * inner * _tiled(outer, tile)
     moved = element_bytes * (rows * (inner + outer) + used * inner * outer)
-    return _roofline(flops, moved, hardware)
+    return _roofline(flops, moved, used, hardware)
 
 
 def grouped_wgrad_seconds(
@@ -107,7 +107,7 @@ def grouped_wgrad_seconds(
     inner = int(((rows_S + _INNER - 1) // _INNER).sum()) * _INNER if tile > 1 else rows
     flops = 2 * inner * _tiled(left, tile) * _tiled(right, tile)
     moved = element_bytes * (rows * (left + right) + rows_S.numel() * left * right)
-    return _roofline(flops, moved, hardware)
+    return _roofline(flops, moved, int((rows_S > 0).sum()), hardware)
 
 
 _INNER = 32
@@ -295,7 +295,7 @@ def calibrate(
     Args:
         hardware: its tiles stay.
         gemms: at least two measured grouped products, (rows of each group, inner, outer, seconds), of different sizes:
-            their line gives the rate and what a product costs before it starts.
+            their line gives the rate and what a group costs beside it; nothing else then starts late.
         glu_bytes_per_s, index_bytes_per_s, select_pairs_per_s: measured; None leaves them as they are.
 
     Raises:
@@ -304,6 +304,7 @@ def calibrate(
     points = [(_gemm_flops(rows_S, inner, outer, hardware.tile_rows), s) for rows_S, inner, outer, s in gemms]
     if len({flops for flops, _ in points}) < 2:
         raise ValueError(f"gemms holds {len(points)} products; at least two of different sizes are needed for a line")
+    groups = sum(sum(rows > 0 for rows in rows_S) for rows_S, *_ in gemms)
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)
     slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
@@ -312,7 +313,8 @@ def calibrate(
     changed: dict[str, Any] = {
         "flops": 1 / slope,
         "gemm_efficiency": 1.0,
-        "launch_s": max(0.0, mean_y - slope * mean_x),
+        "launch_s": 0.0,
+        "group_s": max(0.0, mean_y - slope * mean_x) * len(points) / groups,
     }
     for name, value in (
         ("glu_bytes_per_s", glu_bytes_per_s),
@@ -338,9 +340,9 @@ def _gemm_flops(rows_S: Sequence[int] | Tensor, inner: int, outer: int, tile: in
     return 2 * int(((rows_S + tile - 1) // tile).sum()) * tile * inner * _tiled(outer, tile)
 
 
-def _roofline(flops: float, moved: float, hardware: Hardware) -> float:
+def _roofline(flops: float, moved: float, groups: int, hardware: Hardware) -> float:
     arithmetic = flops / (hardware.flops * hardware.gemm_efficiency)
-    return max(arithmetic, moved / hardware.memory_bandwidth) + hardware.launch_s
+    return max(arithmetic, moved / hardware.memory_bandwidth) + groups * hardware.group_s + hardware.launch_s
 
 
 def _tiled(size: int, tile: int) -> int:
