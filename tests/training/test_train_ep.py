@@ -93,6 +93,8 @@ def runs(
     jobs: list[Any] = [(config, folder / name, {}) for name, config in configs.items()]
     jobs.append((configs["pps"], folder / "resumed", {"cut_from": folder / "pps"}))
     jobs.append((configs["exact"], folder / "from one", {"cut_from": folder / "one-exact"}))
+    changed = TrainConfig.from_dict({**configs["symi"].to_dict(), "slots": 4})
+    jobs.append((changed, folder / "more slots", {"cut_from": folder / "symi"}))
     assert launch(train_all, jobs, size=2, timeout=60) == 0
     return folder, configs
 
@@ -206,6 +208,14 @@ def test_run_of_one_process_continues_over_two(runs: Runs) -> None:
     for one, two in zip(records(folder / "one-exact"), records(folder / "from one"), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
     assert furthest(weights(folder / "one-exact"), weights(folder / "from one")) < 1e-4
+
+
+def test_a_policy_with_a_history_continues_with_other_slots(runs: Runs) -> None:
+    folder, _ = runs
+    for before, after in zip(records(folder / "symi"), records(folder / "more slots"), strict=True):
+        assert after["loss"] == pytest.approx(before["loss"], abs=0.02)
+    last = [records(folder / name)[-1]["parallel"] for name in ("symi", "more slots")]
+    assert last[0] != last[1]
 
 
 def test_run_over_two_continues_in_one_process(runs: Runs, tmp_path: Path) -> None:

@@ -136,9 +136,14 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
 
     def _resume_policy(self, saved: dict[str, Any] | None) -> None:
         engine = None if self.recal is None else engine_of(self.recal)
-        # Another policy may take over: it then begins without a history.
-        if engine is not None and saved is not None and saved["policy"] == engine.policy.name:
+        # Another policy may take over, or the same with other ranks or slots: it then begins without a history.
+        if engine is None or saved is None or saved["policy"] != engine.policy.name:
+            return
+        try:
             engine.load_state_dict(saved)
+        except ValueError as error:
+            if engine.rank == 0:
+                warnings.warn(f"the balancing policy begins anew: {error}", UserWarning, stacklevel=3)
 
     def _saved_in(self, state: TrainerState) -> dict[str, Any] | None:
         entry = state.stateful_callbacks.get(type(self).__name__)

@@ -248,7 +248,10 @@ def _restore_plain(
                 f"{path} was saved with policy {manifest['policy']['name']!r}, this is {policy.name!r}; continue with "
                 "the saved policy, or load without policy="
             )
-        policy.load_state_dict(manifest["policy"]["state"])
+        try:
+            policy.load_state_dict(manifest["policy"]["state"])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; or load without policy=, which then begins anew") from None
     if recalibrator is not None:
         recalibrator.load_state_dict(manifest["recalibrator"])
 
