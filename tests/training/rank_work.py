@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lrmoe.training import optimizer_state
 from lrmoe.training.files import read_records, write_records
 from lrmoe.training.world import World
 
@@ -54,6 +55,23 @@ def deaf(world: World) -> int:
 
 def complains(world: World) -> int:
     world.agree(ValueError("the disk is full") if world.rank == 1 else None)
+    return 0
+
+
+def saves_optimizer(world: World, checkpoint: Path) -> int:
+    model = torch.nn.Linear(2, 2)
+    optimizer_state.save_shards(model, torch.optim.Adam(model.parameters()), checkpoint)
+    return 0
+
+
+class Odd(BaseException):
+    """What some libraries raise."""
+
+
+def odd(world: World) -> int:
+    if world.rank == 1:
+        raise Odd("neither fish nor fowl")
+    world.barrier()
     return 0
 
 

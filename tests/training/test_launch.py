@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 from training import rank_work
@@ -29,6 +30,17 @@ def test_bug_in_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RunFailure, match=r"^rank 1 failed: 'a bug'; the other ranks were stopped$"):
         launch(rank_work.broken, size=2, timeout=60)
     assert "KeyError: 'a bug'" in capsys.readouterr().err
+
+
+def test_error_in_a_rank_that_is_no_exception(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RunFailure, match="rank 1 failed: neither fish nor fowl; the other ranks were stopped"):
+        launch(rank_work.odd, size=2, timeout=60)
+
+
+def test_optimizer_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"optimizer's state cannot be written to .*file.*: rank 0: .*file"):
+        launch(rank_work.saves_optimizer, tmp_path / "file", size=2, timeout=60)
 
 
 def test_killed_rank() -> None:

@@ -236,7 +236,7 @@ def _main(
     except (ValueError, OSError) as error:
         post.send(_Complaint("bad input", str(error)))
         code = 2
-    except Exception as error:
+    except BaseException as error:  # Not all libraries' errors are Exceptions, and none may go without a word.
         post.send(_complaint_of(error))
     finally:
         post.close()
@@ -246,7 +246,7 @@ def _main(
         os._exit(code)
 
 
-def _complaint_of(error: Exception) -> _Complaint:
+def _complaint_of(error: BaseException) -> _Complaint:
     message = " ".join(str(error).split()) or type(error).__name__
     if not is_loss(error):
         return _Complaint("failed", message, traceback.format_exc())

@@ -8,7 +8,8 @@ moments are found again wherever it then lives. Both are read by both.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -37,9 +39,14 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def save_shards(model: nn.Module, optimizer: Optimizer, checkpoint: Path) -> None:
-    """Writes ``optimizer/``; collective."""
+    """Writes ``optimizer/``; collective.
+
+    Raises:
+        OSError: on all ranks, if one of them cannot write.
+    """
     state = _contiguous(get_optimizer_state_dict(model, optimizer, options=_BY_NAME))
-    state_dict_saver.save({"optimizer": state}, checkpoint_id=checkpoint / FOLDER)
+    with _told(f"the optimizer's state cannot be written to {checkpoint / FOLDER}"):
+        state_dict_saver.save({"optimizer": state}, checkpoint_id=checkpoint / FOLDER)
 
 
 def load(model: nn.Module, optimizer: Optimizer, checkpoint: Path, names: list[list[str]]) -> None:
@@ -65,10 +72,22 @@ def load(model: nn.Module, optimizer: Optimizer, checkpoint: Path, names: list[l
 def _load_shards(model: nn.Module, optimizer: Optimizer, folder: Path) -> None:
     state = get_optimizer_state_dict(model, optimizer, options=_BY_NAME)
     placed = _contiguous(state)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _told(f"the optimizer's state cannot be read from {folder}"):
         warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process.*")
         state_dict_loader.load({"optimizer": placed}, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_optimizer_state_dict(model, optimizer, _like(placed, state), options=_BY_NAME)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """What torch.distributed.checkpoint raises is no Exception, and whoever reports those would not see it."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = {rank: failure for rank, (failure, _) in error.failures.items()}
+        text = "; ".join(f"rank {rank}: {failure}" for rank, failure in failures.items())
+        kind = OSError if all(isinstance(failure, (OSError, ValueError)) for failure in failures.values()) else None
+        raise (kind or RuntimeError)(f"{what}: {text}") from error
 
 
 def _load_file(model: nn.Module, optimizer: Optimizer, path: Path, names: list[list[str]]) -> None:
