@@ -113,11 +113,21 @@ def test_what_is_no_trace_is_named(tmp_path: Path) -> None:
         ([0, 1], {"layer": np.zeros(3, np.int32)}, r"layer is int32 \(3,\)"),
         ([0, 1], {"lam": np.ones((2, 5, 4), np.int32)}, "at least as many experts as ranks"),
         ([0, 1], {"lam": -np.ones((2, 2, 4), np.int32)}, "holds negative numbers"),
+        ([0, 1], {"lam": np.full((2, 2, 4), 2**32 + 1)}, "do not fit the format's int32"),
         ([1, 1], {}, r"\(1, 0, 0\) comes after \(1, 0, 0\)"),
     ):
         np.savez(part, **{"step": np.array(step, np.int32), **good, **changes})
         with pytest.raises(ValueError, match=message):
             read_trace(part)
+
+
+def test_loads_that_do_not_fit_other_ranks_are_refused(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, {})
+    writer.add(0, 0, 0, torch.full((2, 4), 2**31 - 1))
+    writer.flush()
+    assert int(read_trace(tmp_path, ranks=3).lam_NGE.sum(dtype=np.int64)) == 8 * (2**31 - 1)
+    with pytest.raises(ValueError, match="4294967294 on one of ranks=1, do not fit"):
+        read_trace(tmp_path, ranks=1)
 
 
 def records_of(out: Path) -> list[dict[str, Any]]:

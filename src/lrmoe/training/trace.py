@@ -171,6 +171,9 @@ def deal(lam_NGE: Ints, ranks: int) -> Ints:
     Where ``ranks`` is a multiple of the recorded ones each source's pairs are shared out evenly over as many new ones;
     else all sources are added up first. Remainders go round, from another rank for each expert. The new sources differ
     less than real ones would.
+
+    Raises:
+        ValueError: if a sum does not fit the format's int32.
     """
     count, experts = lam_NGE.shape[1:]
     if ranks == count:
@@ -181,6 +184,11 @@ def deal(lam_NGE: Ints, ranks: int) -> Ints:
     share = ranks // count
     turn_1SE = (np.arange(share)[:, None] + np.arange(experts))[None] % share
     dealt_NGSE = (lam_NGE[:, :, None].astype(np.int64) + turn_1SE) // share
+    if dealt_NGSE.size and int(dealt_NGSE.max()) > np.iinfo(np.int32).max:
+        raise ValueError(
+            f"the pairs of an expert, {int(dealt_NGSE.max())} on one of ranks={ranks}, do not fit the trace's int32; "
+            "give more ranks"
+        )
     dealt: Ints = dealt_NGSE.reshape(len(lam_NGE), ranks, experts).astype(np.int32)
     return dealt
 
@@ -226,4 +234,6 @@ def _read_part(path: Path) -> dict[str, Ints]:
         )
     if min(int(values.min()) for values in part.values()) < 0:
         raise ValueError(f"{path} holds negative numbers; loads, steps, microbatches and layers are counts")
+    if max(int(values.max()) for values in part.values()) > np.iinfo(np.int32).max:
+        raise ValueError(f"{path} holds numbers that do not fit the format's int32")
     return {name: values.astype(np.int32) for name, values in part.items()}
