@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
 
-from lrmoe.training.files import read_json, read_records
+from lrmoe.training.files import check_out_folder, read_json, read_records
+from lrmoe.training.world import torchrun_size
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
@@ -32,3 +34,29 @@ def test_what_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError, match=r"config.json (cannot be read as JSON|must hold one JSON object)"):
         read_json(path)
+
+
+def test_a_folder_that_cannot_be_made_is_found_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nothing")
+    check = partial(check_out_folder, command="train", resume=False, overwrite=False)
+    for name in ("file/run", "file/a/b"):
+        with pytest.raises(ValueError, match=r"cannot be made: .*file' is a file"):
+            check(tmp_path / name)
+    with pytest.raises(ValueError, match=r"link' is a link to nothing"):
+        check(tmp_path / "link")
+    check(tmp_path / "new" / "run")
+    # Not by chmod: tests may run as root, whom no permission stops.
+    monkeypatch.setattr("os.access", lambda folder, mode: Path(folder) != tmp_path)
+    with pytest.raises(ValueError, match="no permission in"):
+        check(tmp_path / "new" / "run")
+
+
+@pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "two"), ("RANK", "-1")])
+def test_environment_that_is_not_torchruns(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    for key, given in {"WORLD_SIZE": "2", "RANK": "0", name: value}.items():
+        monkeypatch.setenv(key, given)
+    with pytest.raises(ValueError, match=f"the environment has {name}='{value}', which must be a number"):
+        torchrun_size()
+    monkeypatch.delenv("RANK")
+    assert torchrun_size() is None

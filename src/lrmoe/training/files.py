@@ -110,6 +110,7 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
         raise ValueError("--resume and --overwrite exclude each other; give one")
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={str(out)!r} is a file; give a folder")
+    _check_can_be_made(out)
     entries = [entry.name for entry in out.iterdir() if entry.name != _LOCK] if out.is_dir() else []
     if resume:
         if "config.json" not in entries:
@@ -128,6 +129,16 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
             _check_stored(stored, out / "config.json")
     elif overwrite and entries:
         raise ValueError(f"out={str(out)!r} holds no run (no config.json), so --overwrite will not delete it")
+
+
+def _check_can_be_made(out: Path) -> None:
+    if out.is_symlink() and not out.exists():
+        raise ValueError(f"out={str(out)!r} is a link to nothing; give a folder")
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise ValueError(f"out={str(out)!r} cannot be made: {str(there)!r} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ValueError(f"out={str(out)!r} cannot be written: no permission in {str(there)!r}")
 
 
 def check_free(out: Path, *, overwrite: bool, command: str = "balance") -> None:

@@ -69,9 +69,18 @@ class World:
 
 
 def torchrun_size() -> int | None:
-    """How many processes torchrun has started, of which this is one; None if it has not."""
-    size = os.environ.get("WORLD_SIZE")
-    return int(size) if size is not None and "RANK" in os.environ else None
+    """How many processes torchrun has started, of which this is one; None if it has not.
+
+    Raises:
+        ValueError: if what torchrun sets is no number.
+    """
+    told = {name: os.environ.get(name) for name in ("WORLD_SIZE", "RANK")}
+    if None in told.values():
+        return None
+    for name, value in told.items():
+        if not str(value).isdecimal():
+            raise ValueError(f"the environment has {name}={value!r}, which must be a number: unset it, or use torchrun")
+    return int(str(told["WORLD_SIZE"]))
 
 
 def backend() -> str:
