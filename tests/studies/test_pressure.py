@@ -165,7 +165,10 @@ def test_the_published_memory_from_first_principles() -> None:
     assert record["replicas"] == 2 * 27 / 1024
     assert record["fixed"]["buffers"]["kept"] == pytest.approx(12.5, rel=0.01)
     assert record["lrmoe"]["buffers"]["kept"] == pytest.approx(record["lrmoe"]["busiest"] * 6.25, rel=1e-6)
-    assert record["lrmoe"]["backward_ms"] < record["fixed"]["backward_ms"]
+    for how in ("plain", "fused"):
+        assert record["lrmoe"]["backward_ms"][how] < record["fixed"]["backward_ms"][how]
+        assert record["lrmoe"]["experts_ms"][how] < record["lrmoe"]["backward_ms"][how]
+    assert record["fixed"]["backward_ms"]["fused"] < record["fixed"]["backward_ms"]["plain"]
     values = {one["figure"]: one["value"] for one in needed(assumed)}
     assert values["token buffers of Megatron-LM, 12.46 GiB"] == pytest.approx(12.46 * 2**30 / 25600 / 262144)
     assert values["44.9 % of SYMI at 20 x"] == pytest.approx(1.78, abs=0.01)

@@ -16,7 +16,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     add_out(parser, "plan")
     names = {"model": "MODEL", "hardware": "NAME", "trace": "PATH"}
-    add_fields(parser, fields(PlanConfig), choices={"quota": get_args(Quota)}, names=names)
+    add_fields(
+        parser, fields(PlanConfig), choices={"quota": get_args(Quota), "elementwise": ("plain", "fused")}, names=names
+    )
 
 
 def run(given: dict[str, Any]) -> int:

@@ -16,7 +16,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     add_out(parser, "pressure")
     names = {"model": "MODEL", "hardware": "NAME", "trace": "PATH", "policies": "NAME,...", "pressures": "X,X,..."}
-    add_fields(parser, fields(PressureConfig), choices={"save": get_args(Save)}, names=names)
+    add_fields(
+        parser, fields(PressureConfig), choices={"save": get_args(Save), "elementwise": ("plain", "fused")}, names=names
+    )
 
 
 def run(given: dict[str, Any]) -> int:

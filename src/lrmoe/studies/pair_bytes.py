@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from lrmoe.cluster import ModelShape, token_buffers
+from lrmoe.cluster import Elementwise, ModelShape, TokenBuffers, token_buffers
 from lrmoe.config import RouterGrad, Save
 
 Accounting = Literal["operator", "kept"]
@@ -35,23 +35,34 @@ class OperatorBytes:
     model: ModelShape
     save: Save = "preactivation"
     router_grad: RouterGrad = "sum_rule"
+    elementwise: Elementwise = "plain"
 
     @property
     def describes(self) -> str:
+        fused = " and fused activations" if self.elementwise == "fused" else ""
         return (
-            f"What the operator holds with save={self.save}: what it saves lies there for every row until the gradient "
-            "arrives; buffers of the backward for kept rows alone."
+            f"What the operator holds with save={self.save}{fused}: what it saves lies there for every row until the "
+            "gradient arrives; buffers of the backward for kept rows alone."
         )
 
     def forward(self, tokens: int, rows: int) -> float:
-        buffers = token_buffers(self.model, tokens=tokens, rows=rows, save=self.save, router_grad=self.router_grad)
+        buffers = self._buffers(tokens, rows, rows)
         return buffers.saved_bytes + buffers.index + buffers.forward
 
     def backward(self, tokens: int, rows: int, kept: int) -> float:
-        buffers = token_buffers(
-            self.model, tokens=tokens, rows=rows, kept=kept, save=self.save, router_grad=self.router_grad
-        )
+        buffers = self._buffers(tokens, rows, kept)
         return buffers.saved_bytes + buffers.index + buffers.backward
+
+    def _buffers(self, tokens: int, rows: int, kept: int) -> TokenBuffers:
+        return token_buffers(
+            self.model,
+            tokens=tokens,
+            rows=rows,
+            kept=kept,
+            save=self.save,
+            router_grad=self.router_grad,
+            elementwise=self.elementwise,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,9 +131,9 @@ def slopes(pair: PairBytes, tokens: int, rows: int) -> Slopes:
 
 
 def accounting(
-    which: Accounting, model: ModelShape, *, save: Save = "preactivation", router_grad: RouterGrad = "sum_rule"
+    which: Accounting, model: ModelShape, *, save: Save = "preactivation", elementwise: Elementwise = "plain"
 ) -> PairBytes:
     """By name."""
     if which == "kept":
         return KeptRowBytes(model=model)
-    return OperatorBytes(model=model, save=save, router_grad=router_grad)
+    return OperatorBytes(model=model, save=save, elementwise=elementwise)

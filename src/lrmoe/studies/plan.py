@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any, get_args
 
 from lrmoe.balance import Plan, get
-from lrmoe.cluster import Hardware, Memory, ModelShape, Precision, layer_time, memory
+from lrmoe.cluster import Elementwise, Hardware, Memory, ModelShape, Precision, layer_time, memory
 from lrmoe.config import Quota, Save
 from lrmoe.studies.balance import Contender, Expert, break_even
 from lrmoe.studies.loads import mean
@@ -40,6 +40,7 @@ class Case:
         quota: how it is spread.
         slots: replicas that a rank may hold at most.
         floor: of UltraEP's replicas, in rows.
+        elementwise: how the activations between the projections run.
         memory: what :func:`lrmoe.cluster.memory` is given besides: shards, recompute, the dense part.
     """
 
@@ -53,6 +54,7 @@ class Case:
     quota: Quota = "expert"
     slots: int = 2
     floor: int = 1024
+    elementwise: Elementwise = "plain"
     precision: Precision = field(default_factory=Precision)
     memory: dict[str, Any] = field(default_factory=dict)
 
@@ -126,6 +128,7 @@ class Planner:
                         save=save,
                         slots=option.slots,
                         precision=case.precision,
+                        elementwise=case.elementwise,
                         **case.memory,
                     )
                 )
@@ -136,7 +139,14 @@ class Planner:
         time. With recomputation the forward counts twice."""
         case = self.case
         times = [
-            layer_time(plan, case.model, case.hardware, precision=case.precision, save=save)
+            layer_time(
+                plan,
+                case.model,
+                case.hardware,
+                precision=case.precision,
+                save=save,
+                elementwise=case.elementwise,
+            )
             for plan in self.plans(option, drop)
         ]
         layers = case.model.moe_layers

@@ -68,6 +68,7 @@ class PlanConfig:
     quota: Literal["expert", "level"] = _field("expert", "how the drop is spread over experts")
     slots: int = _field(2, "experts that a rank may hold on top of its own, at most")
     floor: int = _field(1024, "rows that a replica of UltraEP must take where its fast path fails")
+    elementwise: Literal["plain", "fused"] = _field("plain", "how activations run: as here on a GPU, or in one kernel")
     experts_only: bool = _field(False, "count routed experts alone, not the rest of the model")
     recompute: bool = _field(False, "run each layer's forward again before its backward")
     optimizer_shards: int = _field(1, "parts that the experts' optimizer state is cut in")
@@ -87,6 +88,8 @@ class PlanConfig:
             raise ValueError(f"budget_gib={self.budget_gib!r} must be a finite number above 0")
         if self.quota not in ("expert", "level"):
             raise ValueError(f"quota={self.quota!r} is not known; choose one of expert, level")
+        if self.elementwise not in ("plain", "fused"):
+            raise ValueError(f"elementwise={self.elementwise!r} is not known; choose one of plain, fused")
         if self.experts_only and self.dense_shards is not None:
             raise ValueError(f"dense_shards={self.dense_shards!r} has no effect with experts_only; leave one out")
 
@@ -128,6 +131,7 @@ class PlanConfig:
             quota=self.quota,
             slots=self.slots,
             floor=self.floor,
+            elementwise=self.elementwise,
             memory=extra,
         )
 
@@ -172,6 +176,7 @@ def plan(
         "tokens": case.tokens,
         "budget": case.budget,
         "max_drop": case.max_drop,
+        "elementwise": case.elementwise,
         "options": records,
         "recommended": None if best is None else {name: best[name] for name in ("policy", "slots", "save", "drop")},
         "shown": f"{shown['label']}, save={shown['save']}, {drop:.0%} dropped",

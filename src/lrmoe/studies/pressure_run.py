@@ -15,7 +15,7 @@ from lrmoe.studies.balance import Expert
 from lrmoe.studies.pair_bytes import Accounting, PairBytes, accounting
 from lrmoe.studies.paper_loads import routing_for
 from lrmoe.studies.pressure import Limits, under_pressure
-from lrmoe.studies.published import GIB, THROUGHPUT, Assumed, at_one, in_order, needed
+from lrmoe.studies.published import BACKWARD_MS, ELEMENTWISE, GIB, MEMORY, THROUGHPUT, Assumed, at_one, in_order, needed
 from lrmoe.studies.replay import Choice, Record, Setting, parse_choices
 from lrmoe.studies.routing import Routing
 from lrmoe.studies.systems import Sizes
@@ -63,6 +63,7 @@ class PressureConfig:
     floor: int = _field(1024, "rows that a replica of UltraEP must take where its fast path fails")
     min_keep: float = _field(0.5, "share of its rows that the backward of every expert keeps at least, under LRMoE")
     save: Literal["preactivation", "input"] = _field("preactivation", "what LRMoE's operator keeps from the forward")
+    elementwise: Literal["plain", "fused"] = _field("plain", "how activations run: as here on a GPU, or in one kernel")
     policies: str = _field(POLICIES, "comma-separated, options after colons, e.g. symi:slots=20,ultraep")
     pressures: str | None = _field(None, "comma-separated; default: 1 to 20, 24, 28, 32, 40")
     at: float = _field(20.0, "pressure at which the order of the systems is looked at for other skews")
@@ -80,6 +81,8 @@ class PressureConfig:
                 raise ValueError(f"{name}={value!r} must be a finite number above 0")
         if self.save not in get_args(Save):
             raise ValueError(f"save={self.save!r} is not known; choose one of {', '.join(get_args(Save))}")
+        if self.elementwise not in ELEMENTWISE:
+            raise ValueError(f"elementwise={self.elementwise!r} is not known; choose one of {', '.join(ELEMENTWISE)}")
         self.levels  # noqa: B018  Checks itself.
 
     @property
@@ -153,7 +156,7 @@ class Study:
 
     def pair(self, which: Accounting) -> PairBytes:
         """Bytes of rows."""
-        return accounting(which, self.model, save=self.config.save)
+        return accounting(which, self.model, save=self.config.save, elementwise=self.config.elementwise)
 
     def play(
         self,
@@ -307,8 +310,6 @@ def shown_levels(levels: Sequence[float]) -> list[float]:
 
 def published_rows(summary: Record) -> tuple[list[str], list[list[str]]]:
     """The paper's memory and backward beside ours: headings and rows."""
-    from lrmoe.studies.published import BACKWARD_MS, MEMORY
-
     headings = ["", "published", *(f"skew {row['skew']:g}" for row in summary["published"]["rows"])]
     rows = []
     names: dict[Literal["fixed", "lrmoe"], str] = {"fixed": "Megatron-LM", "lrmoe": "LRMoE"}
@@ -323,8 +324,9 @@ def published_rows(summary: Record) -> tuple[list[str], list[list[str]]]:
                     cells.append(f"{value:.2f}")
                 rows.append([f"{title}, {part}, GiB ({_counting(which)})", f"{MEMORY[name][part]:.2f}", *cells])
         for key, label in (("backward_ms", "all phases"), ("experts_ms", "experts alone")):
-            cells = [f"{row[name][key]:.2f}" for row in summary["published"]["rows"]]
-            rows.append([f"{title}, backward, ms ({label})", f"{BACKWARD_MS[name]:.2f}", *cells])
+            for how in ELEMENTWISE:
+                cells = [f"{row[name][key][how]:.2f}" for row in summary["published"]["rows"]]
+                rows.append([f"{title}, backward, ms ({label}, {how})", f"{BACKWARD_MS[name]:.2f}", *cells])
     return headings, rows
 
 

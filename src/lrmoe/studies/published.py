@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from lrmoe.balance import Plan, get
-from lrmoe.cluster import Hardware, ModelShape, expert_state, layer_time
+from lrmoe.cluster import Elementwise, Hardware, ModelShape, expert_state, layer_time
 from lrmoe.studies.loads import skewed_loads
 from lrmoe.studies.pair_bytes import PairBytes, accounting
 from lrmoe.studies.pressure import completed
@@ -20,6 +20,7 @@ from lrmoe.studies.pressure import completed
 Record = dict[str, Any]
 GIB = 2**30
 TOKENS = 8192 * 4
+ELEMENTWISE: tuple[Elementwise, ...] = ("plain", "fused")
 MEMORY = {
     "fixed": {"subtotal": 12.88, "buffers": 12.46},
     "lrmoe": {"subtotal": 5.44, "buffers": 4.97},
@@ -47,8 +48,9 @@ def at_one(skew: float, assumed: Assumed) -> Record:
 
     Returns:
         ``skew``, ``base`` and ``replicas`` (GiB); under ``fixed`` and ``lrmoe``: ``busiest`` (kept rows of the rank
-        with most over the mean rows), ``buffers`` (GiB of the fullest rank, by way of counting), ``backward_ms`` and
-        ``experts_ms`` (of the backward all phases, and the experts alone).
+        with most over the mean rows), ``buffers`` (GiB of the fullest rank, by way of counting), and, with plain
+        activations as this library runs them on a GPU and with fused ones, ``backward_ms`` and ``experts_ms`` (of the
+        backward all phases, and the experts alone).
     """
     model, slots = assumed.model, assumed.slots
     lam_GE = skewed_loads(
@@ -65,12 +67,12 @@ def at_one(skew: float, assumed: Assumed) -> Record:
     }
     mean_rows = int(lam_GE.sum()) / assumed.ranks
     for name, plan in plans.items():
-        times = layer_time(plan, model, assumed.hardware)
+        times = {how: layer_time(plan, model, assumed.hardware, elementwise=how) for how in ELEMENTWISE}
         record[name] = {
             "busiest": int(plan.quota_EG.sum(0).max()) / mean_rows,
             "buffers": {which: _buffers(plan, accounting(which, model), model) for which in ("kept", "operator")},
-            "backward_ms": 1e3 * times.of("backward"),
-            "experts_ms": 1e3 * times["backward experts"],
+            "backward_ms": {how: 1e3 * one.of("backward") for how, one in times.items()},
+            "experts_ms": {how: 1e3 * one["backward experts"] for how, one in times.items()},
         }
     return record
 
