@@ -27,7 +27,16 @@ from torch import Tensor, nn
 
 import lrmoe
 from lrmoe.balance import get
-from lrmoe.cluster import FP32, Hardware, ModelShape, calibrate, from_config, layer_time, token_buffers
+from lrmoe.cluster import (
+    FP32,
+    Hardware,
+    ModelShape,
+    calibrate,
+    from_config,
+    layer_time,
+    measure_planning,
+    token_buffers,
+)
 from lrmoe.cluster.time import activation_bytes
 from lrmoe.experts import activations
 from lrmoe.ops.glu import glu_backward, glu_forward
@@ -41,7 +50,7 @@ from lrmoe.training.trace import read_trace
 SETTINGS: tuple[tuple[float, str], ...] = ((0.0, "preactivation"), (0.3, "preactivation"), (0.5, "input"))
 POLICIES: dict[str, tuple[str, dict[str, Any], float]] = {
     "fixed": ("fixed", {}, 0.0),
-    "fixed, 30%": ("fixed", {}, 0.3),
+    "fixed, 60%": ("fixed", {}, 0.6),
     "lrmoe": ("lrmoe", {"slots": 1}, 0.0),
     "lrmoe, 30%": ("lrmoe", {"slots": 1}, 0.3),
     "lrmoe, 60%": ("lrmoe", {"slots": 1}, 0.6),
@@ -82,12 +91,14 @@ def this_machine() -> Hardware:
     x = torch.randn(rows, D)
     gather = seconds_of(lambda: x.index_select(0, order))
     # All that the backward does for a pair beside its products: of experts that have next to none.
-    narrow = [torch.randn(2048, 4).requires_grad_(), torch.randn(E, 8, 4), torch.randn(E, 4, 4)]
-    ids = torch.rand(2048, E).topk(4, dim=1).indices
-    alpha = torch.rand(2048, 4).requires_grad_()
-    weights = [w.requires_grad_() for w in narrow[1:]]
-    out = lrmoe.routed_experts(narrow[0], ids, alpha, *weights, config=lrmoe.LRMoEConfig(drop=0.3))
-    select = seconds_of(lambda: out.backward(torch.ones_like(out), retain_graph=True))
+    selections = []
+    for tokens in (512, 2048):
+        inputs = [torch.randn(tokens, 4), torch.randn(E, 8, 4), torch.randn(E, 4, 4), torch.rand(tokens, 4)]
+        narrow, gate_up, down, alpha = (tensor.requires_grad_() for tensor in inputs)
+        ids = torch.rand(tokens, E).topk(4, dim=1).indices
+        out = lrmoe.routed_experts(narrow, ids, alpha, gate_up, down, config=lrmoe.LRMoEConfig(drop=0.3))
+        grad = torch.ones_like(out)
+        selections.append((4 * tokens, seconds_of(lambda: out.backward(grad, retain_graph=True))))  # noqa: B023
     plain = Hardware(
         name="one core",
         flops=1e11,
@@ -105,7 +116,7 @@ def this_machine() -> Hardware:
         gemms=gemms,
         glu_bytes_per_s=touched / (forward + backward),
         index_bytes_per_s=rows * 2 * D * 4 / gather,
-        select_pairs_per_s=2048 * 4 / select,
+        select=selections,
     )
 
 
@@ -166,8 +177,8 @@ def measure_setting(preset: str, drop: float, save: Any, hardware: Hardware, rep
 
 
 def ids_of(load_E: Tensor, top_k: int, generator: torch.Generator) -> Tensor:
-    """(T, K) routes, distinct for each token, with exactly these loads: pairs by expert, dealt out down the columns; the
-    last ones may be without an expert."""
+    """(T, K) routes, distinct for each token, with exactly these loads: pairs by expert, dealt out down the columns;
+    the last ones may be without an expert."""
     ids = torch.repeat_interleave(torch.arange(load_E.numel()), load_E)
     tokens = -(-ids.numel() // top_k)
     ids = torch.cat([ids, ids.new_full((tokens * top_k - ids.numel(),), -1)])
@@ -182,7 +193,7 @@ def run_rank(rank: int, port: int, options: dict[str, Any], answers: Any) -> Non
     size = options["ranks"]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     trace = read_trace(Path(options["trace"]), ranks=size)
-    E, K, D, F = trace.lam_NGE.shape[2], trace.about["top_k"], trace.about["dim"], trace.about["expert_dim"]
+    E, K, D, F = trace.lam_NGE.shape[2], trace.about["top_k"], options["dim"], options["expert_dim"]
     records = range(0, len(trace), max(1, len(trace) // options["records"]))
     rows = []
     for name, (policy, chosen, drop) in POLICIES.items():
@@ -243,8 +254,8 @@ def predict_trace(options: dict[str, Any], hardware: Hardware) -> list[dict[str,
     trace = read_trace(Path(options["trace"]), ranks=options["ranks"])
     shape = ModelShape(
         name="trace",
-        dim=trace.about["dim"],
-        expert_dim=trace.about["expert_dim"],
+        dim=options["dim"],
+        expert_dim=options["expert_dim"],
         num_experts=trace.lam_NGE.shape[2],
         top_k=trace.about["top_k"],
         moe_layers=1,
@@ -255,9 +266,19 @@ def predict_trace(options: dict[str, Any], hardware: Hardware) -> list[dict[str,
         policy = get(policy_name, **chosen)
         seconds = 0.0
         skew = []
-        for record in records:
-            plan = policy.plan(torch.from_numpy(trace.lam_NGE[record]).long(), drop=drop)
-            seconds += layer_time(plan, shape, hardware, precision=FP32, elementwise="blocked", resend=False).seconds
+        loads = [torch.from_numpy(trace.lam_NGE[record]).long() for record in records]
+        planning = measure_planning(policy, loads, drop=drop)
+        for lam_GE in loads:
+            plan = policy.plan(lam_GE, drop=drop)
+            seconds += layer_time(
+                plan,
+                shape,
+                hardware,
+                precision=FP32,
+                elementwise="blocked",
+                resend=False,
+                plan_s=planning.plan_s + planning.alloc_s,
+            ).seconds
             rows_G = plan.rows_EG.sum(0).double()
             skew.append(float(rows_G.max() / rows_G.mean()))
         rows.append({"name": name, "predicted_s": seconds, "max_over_mean": statistics.mean(skew)})
@@ -270,7 +291,14 @@ def ranking(rows: list[dict[str, Any]], key: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("repeats", 9), ("ranks", 4), ("records", 20), ("rounds", 5)):
+    for name, default in (
+        ("repeats", 9),
+        ("ranks", 4),
+        ("records", 20),
+        ("rounds", 5),
+        ("dim", 256),
+        ("expert-dim", 256),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--trace", default="docs/results/router_trace")
     parser.add_argument("--out", type=Path, help="write the tables as JSON")
@@ -287,7 +315,7 @@ def main() -> None:
             f"{row['time_error']:+8.1%}{row['saved_bytes'] / 2**20:11.2f}{row['saved_error']:+8.2%}"
         )
     options = {"ranks": args.ranks, "records": args.records, "rounds": args.rounds, "trace": args.trace}
-    options["bandwidth"] = BANDWIDTH
+    options |= {"bandwidth": BANDWIDTH, "dim": args.dim, "expert_dim": args.expert_dim}
     measured_rows, predicted_rows = measure_trace(options), predict_trace(options, hardware)
     rows = [{**a, **b} for a, b in zip(measured_rows, predicted_rows, strict=True)]
     print(f"\n{'policy':18}{'clock s':>9}{'predicted':>11}{'error':>8}{'rows max/mean':>15}")

@@ -113,13 +113,14 @@ def test_more_nodes_pay_the_slower_link() -> None:
 def test_calibration_finds_the_line_of_the_measurements() -> None:
     """2e9 operations a second and a millisecond a group, as measured on 2, 4 and 8 groups' worth of rows."""
     gemms = [([rows] * 4, 10, 20, 2 * 4 * rows * 10 * 20 / 2e9 + 4e-3) for rows in (100, 200, 800)]
-    found = calibrate(replace(PLAIN, tile_rows=1), gemms=gemms, index_bytes_per_s=5.0)
+    found = calibrate(replace(PLAIN, tile_rows=1), gemms=gemms, index_bytes_per_s=5.0, select=[(10, 1.0), (30, 2.0)])
     assert found.flops == pytest.approx(2e9)
     assert found.group_s == pytest.approx(1e-3)
     assert (found.index_rate, found.glu_rate) == (5.0, PLAIN.memory_bandwidth)
+    assert (found.select_rate, found.select_start) == (20.0, 0.5)
     for rows_S, inner, outer, seconds in gemms:
         assert grouped_gemm_seconds(rows_S, inner, outer, found) == pytest.approx(seconds)
-    with pytest.raises(ValueError, match="gemms holds 2 products; at least two of different sizes"):
+    with pytest.raises(ValueError, match="gemms holds 2 measurements; at least two of different sizes"):
         calibrate(PLAIN, gemms=gemms[:1] * 2)
     with pytest.raises(ValueError, match="took no longer"):
         calibrate(PLAIN, gemms=[([4], 4, 4, 2.0), ([8], 4, 4, 1.0)])

@@ -36,6 +36,7 @@ class Hardware:
         latency_s: before any collective starts.
         glu_bytes_per_s: of the activation between the projections; None for ``memory_bandwidth``.
         index_bytes_per_s: of gathering and adding up rows; None for ``memory_bandwidth``.
+        select_s: before any pair is scored and selected; None for :data:`SELECT_PASSES` times ``launch_s``.
         select_pairs_per_s: scored and selected; None for :data:`SELECT_BYTES` a pair at ``memory_bandwidth``.
 
     Raises:
@@ -58,6 +59,7 @@ class Hardware:
     latency_s: float = 2e-5
     glu_bytes_per_s: float | None = None
     index_bytes_per_s: float | None = None
+    select_s: float | None = None
     select_pairs_per_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -76,9 +78,12 @@ class Hardware:
         for field in ("gemm_efficiency", "link_efficiency"):
             if getattr(self, field) > 1:
                 raise ValueError(f"{field}={getattr(self, field)!r} must be at most 1: a share of the peak")
-        for field in ("launch_s", "group_s", "latency_s"):
-            if not 0 <= require_number(field, getattr(self, field)) < math.inf:
-                raise ValueError(f"{field}={getattr(self, field)!r} must be a finite number >= 0, in seconds")
+        for field in ("launch_s", "group_s", "latency_s", "select_s"):
+            value = getattr(self, field)
+            if field == "select_s" and value is None:
+                continue
+            if not 0 <= require_number(field, value) < math.inf:
+                raise ValueError(f"{field}={value!r} must be a finite number >= 0, in seconds")
 
     @property
     def glu_rate(self) -> float:
@@ -91,13 +96,20 @@ class Hardware:
         return self.index_bytes_per_s or self.memory_bandwidth
 
     @property
+    def select_start(self) -> float:
+        """``select_s`` or its default."""
+        return SELECT_PASSES * self.launch_s if self.select_s is None else self.select_s
+
+    @property
     def select_rate(self) -> float:
         """``select_pairs_per_s`` or its default."""
         return self.select_pairs_per_s or self.memory_bandwidth / SELECT_BYTES
 
 
-SELECT_BYTES = 400
-"""Read and written for one pair as it is scored and selected: about fifty passes over one number."""
+SELECT_PASSES = 50
+"""Operations, about, by which pairs are scored and selected, each of which passes over one number a pair."""
+SELECT_BYTES = 8 * SELECT_PASSES
+"""Read and written for one pair meanwhile."""
 
 _OPTIONAL = ("glu_bytes_per_s", "index_bytes_per_s", "select_pairs_per_s")
 _POSITIVE = (

@@ -207,7 +207,7 @@ def layer_time(
         phases.append(("weights to replicas", "backward", "network", sent(replicas_GG)))
     if dropping:
         phases += [
-            ("select", "backward", "compute", rows_G / hardware.select_rate + launch),
+            ("select", "backward", "compute", rows_G / hardware.select_rate + hardware.select_start),
             ("scores to experts", "backward", "network", sent(rows_GG * 4)),
             ("kept flags to tokens", "backward", "network", sent(rows_GG.t())),
         ]
@@ -288,7 +288,7 @@ def calibrate(
     gemms: Sequence[tuple[Sequence[int], int, int, float]],
     glu_bytes_per_s: float | None = None,
     index_bytes_per_s: float | None = None,
-    select_pairs_per_s: float | None = None,
+    select: Sequence[tuple[int, float]] = (),
 ) -> Hardware:
     """The same hardware with its constants from measurements.
 
@@ -296,34 +296,43 @@ def calibrate(
         hardware: its tiles stay.
         gemms: at least two measured grouped products, (rows of each group, inner, outer, seconds), of different sizes:
             their line gives the rate and what a group costs beside it; nothing else then starts late.
-        glu_bytes_per_s, index_bytes_per_s, select_pairs_per_s: measured; None leaves them as they are.
+        glu_bytes_per_s, index_bytes_per_s: measured; None leaves them as they are.
+        select: (pairs, seconds) of at least two selections of different sizes, or none.
 
     Raises:
-        ValueError: if the products are too few, or take no longer the larger they are.
+        ValueError: if the products or selections are too few, or take no longer the larger they are.
     """
     points = [(_gemm_flops(rows_S, inner, outer, hardware.tile_rows), s) for rows_S, inner, outer, s in gemms]
-    if len({flops for flops, _ in points}) < 2:
-        raise ValueError(f"gemms holds {len(points)} products; at least two of different sizes are needed for a line")
+    slope, start = _line("gemms", points)
     groups = sum(sum(rows > 0 for rows in rows_S) for rows_S, *_ in gemms)
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
-    if slope <= 0:
-        raise ValueError("gemms: the larger products took no longer than the smaller ones; measure larger ones")
     changed: dict[str, Any] = {
         "flops": 1 / slope,
         "gemm_efficiency": 1.0,
         "launch_s": 0.0,
-        "group_s": max(0.0, mean_y - slope * mean_x) * len(points) / groups,
+        "group_s": start * len(points) / groups,
     }
     for name, value in (
         ("glu_bytes_per_s", glu_bytes_per_s),
         ("index_bytes_per_s", index_bytes_per_s),
-        ("select_pairs_per_s", select_pairs_per_s),
     ):
         if value is not None:
             changed[name] = value
+    if select:
+        each, changed["select_s"] = _line("select", select)
+        changed["select_pairs_per_s"] = 1 / each
     return replace(hardware, **changed, source=f"{hardware.source}; calibrated on {len(points)} grouped products")
+
+
+def _line(name: str, points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(slope, start >= 0) of the least-squares line."""
+    if len({size for size, _ in points}) < 2:
+        raise ValueError(f"{name} holds {len(points)} measurements; at least two of different sizes make a line")
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+    if slope <= 0:
+        raise ValueError(f"{name}: larger ones took no longer than smaller ones; measure larger ones")
+    return slope, max(0.0, mean_y - slope * mean_x)
 
 
 def _instances(plan: Plan, counts_EG: Tensor) -> list[Tensor]:
