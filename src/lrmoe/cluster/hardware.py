@@ -36,7 +36,8 @@ class Hardware:
         latency_s: before any collective starts.
         glu_bytes_per_s: of the activation between the projections; None for ``memory_bandwidth``.
         index_bytes_per_s: of gathering and adding up rows; None for ``memory_bandwidth``.
-        select_s: before any pair is scored and selected; None for :data:`SELECT_PASSES` times ``launch_s``.
+        select_s: before any pair is scored and selected; None for ``launch_s``, as
+            where its many small operations are put in line while earlier ones run.
         select_pairs_per_s: scored and selected; None for :data:`SELECT_BYTES` a pair at ``memory_bandwidth``.
 
     Raises:
@@ -98,7 +99,7 @@ class Hardware:
     @property
     def select_start(self) -> float:
         """``select_s`` or its default."""
-        return SELECT_PASSES * self.launch_s if self.select_s is None else self.select_s
+        return self.launch_s if self.select_s is None else self.select_s
 
     @property
     def select_rate(self) -> float:
@@ -106,10 +107,8 @@ class Hardware:
         return self.select_pairs_per_s or self.memory_bandwidth / SELECT_BYTES
 
 
-SELECT_PASSES = 50
-"""Operations, about, by which pairs are scored and selected, each of which passes over one number a pair."""
-SELECT_BYTES = 8 * SELECT_PASSES
-"""Read and written for one pair meanwhile."""
+SELECT_BYTES = 400
+"""Read and written for one pair as it is scored and selected: about fifty passes over one number."""
 
 _OPTIONAL = ("glu_bytes_per_s", "index_bytes_per_s", "select_pairs_per_s")
 _POSITIVE = (
