@@ -50,6 +50,7 @@ from lrmoe.training.trace import read_trace
 SETTINGS: tuple[tuple[float, str], ...] = ((0.0, "preactivation"), (0.3, "preactivation"), (0.5, "input"))
 POLICIES: dict[str, tuple[str, dict[str, Any], float]] = {
     "fixed": ("fixed", {}, 0.0),
+    "fixed, 30%": ("fixed", {}, 0.3),
     "fixed, 60%": ("fixed", {}, 0.6),
     "lrmoe": ("lrmoe", {"slots": 1}, 0.0),
     "lrmoe, 30%": ("lrmoe", {"slots": 1}, 0.3),
@@ -195,38 +196,44 @@ def run_rank(rank: int, port: int, options: dict[str, Any], answers: Any) -> Non
     trace = read_trace(Path(options["trace"]), ranks=size)
     E, K, D, F = trace.lam_NGE.shape[2], trace.about["top_k"], options["dim"], options["expert_dim"]
     records = range(0, len(trace), max(1, len(trace) // options["records"]))
-    rows = []
-    for name, (policy, chosen, drop) in POLICIES.items():
-        generator = torch.Generator().manual_seed(rank)
-        engine = ExpertParallel(
+    generator = torch.Generator().manual_seed(rank)
+    inputs = []
+    for record in records:
+        ids_TK = ids_of(torch.from_numpy(trace.lam_NGE[record, rank]).long(), K, generator)
+        x_TD = torch.randn(len(ids_TK), D, generator=generator).requires_grad_()
+        alpha_TK = torch.rand(len(ids_TK), K, generator=generator).softmax(-1).requires_grad_()
+        inputs.append((x_TD, ids_TK, alpha_TK))
+    engines = {
+        name: ExpertParallel(
             dist.group.WORLD,
             num_experts=E,
             policy=get(policy, **chosen),
             config=lrmoe.LRMoEConfig(drop=drop),
         )
-        own = len(engine.local_experts)
-        weights = (
-            nn.Parameter(torch.randn(own, 2 * F, D, generator=generator) * D**-0.5),
-            nn.Parameter(torch.randn(own, D, F, generator=generator) * F**-0.5),
-        )
-        inputs = []
-        for record in records:
-            ids_TK = ids_of(torch.from_numpy(trace.lam_NGE[record, rank]).long(), K, generator)
-            x_TD = torch.randn(len(ids_TK), D, generator=generator).requires_grad_()
-            alpha_TK = torch.rand(len(ids_TK), K, generator=generator).softmax(-1).requires_grad_()
-            inputs.append((x_TD, ids_TK, alpha_TK))
-        turns = []
-        for turn in range(options["rounds"] + 1):
+        for name, (policy, chosen, drop) in POLICIES.items()
+    }
+    own = len(engines["fixed"].local_experts)
+    weights = (
+        nn.Parameter(torch.randn(own, 2 * F, D, generator=generator) * D**-0.5),
+        nn.Parameter(torch.randn(own, D, F, generator=generator) * F**-0.5),
+    )
+    turns: dict[str, list[float]] = {name: [] for name in POLICIES}
+    # All policies by turns: what else the machine does meets them alike. The first round warms up.
+    for turn in range(options["rounds"] + 1):
+        for name, engine in engines.items():
             engine.clock = PhaseClock(bytes_per_s=options["bandwidth"])
             for number, (x_TD, ids_TK, alpha_TK) in enumerate(inputs):
                 out_TD = engine.routed_experts(x_TD, ids_TK, alpha_TK, *weights, step=turn, microbatch=number)
                 out_TD.backward(torch.ones_like(out_TD))
             path = engine.clock.collect(dist.group.WORLD)
-            if turn:  # the first round warms up
-                turns.append(path.critical_s)
-        rows.append({"name": name, "drop": drop, "critical_s": statistics.median(turns), "rounds_s": turns})
+            if turn:
+                turns[name].append(path.critical_s)
         if rank == 0:
-            print(name, file=sys.stderr, flush=True)
+            print(f"round {turn}/{options['rounds']}", file=sys.stderr, flush=True)
+    rows = [
+        {"name": name, "drop": drop, "critical_s": statistics.median(turns[name]), "rounds_s": turns[name]}
+        for name, (_, _, drop) in POLICIES.items()
+    ]
     if rank == 0:
         answers.put(rows)
     dist.barrier()
