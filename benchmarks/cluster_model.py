@@ -77,12 +77,12 @@ def this_machine() -> Hardware:
 
     def operands(rows: int) -> tuple[Tensor, Tensor, Tensor]:
         offs_E = torch.full((E,), rows // E).cumsum(0).to(torch.int32)
-        return torch.randn(rows, D), torch.randn(E, D, 2 * F), offs_E
+        return torch.randn(rows, D), torch.randn(E, 2 * F, D), offs_E
 
     gemms = []
     for rows in (2048, 4096, 8192, 16384):
         x, w, offs = operands(rows)
-        gemms.append(([rows // E] * E, D, 2 * F, seconds_of(lambda: grouped_mm(x, w, offs))))  # noqa: B023
+        gemms.append(([rows // E] * E, D, 2 * F, seconds_of(lambda: grouped_mm(x, w.transpose(1, 2), offs))))  # noqa: B023
     rows = 8192
     h, t, scale = torch.randn(rows, 2 * F), torch.randn(rows, F), torch.rand(rows)
     order = torch.randperm(rows)
@@ -92,14 +92,6 @@ def this_machine() -> Hardware:
     x = torch.randn(rows, D)
     gather = seconds_of(lambda: x.index_select(0, order))
     # All that the backward does for a pair beside its products: of experts that have next to none.
-    selections = []
-    for tokens in (512, 2048):
-        inputs = [torch.randn(tokens, 4), torch.randn(E, 8, 4), torch.randn(E, 4, 4), torch.rand(tokens, 4)]
-        narrow, gate_up, down, alpha = (tensor.requires_grad_() for tensor in inputs)
-        ids = torch.rand(tokens, E).topk(4, dim=1).indices
-        out = lrmoe.routed_experts(narrow, ids, alpha, gate_up, down, config=lrmoe.LRMoEConfig(drop=0.3))
-        grad = torch.ones_like(out)
-        selections.append((4 * tokens, seconds_of(lambda: out.backward(grad, retain_graph=True))))  # noqa: B023
     plain = Hardware(
         name="one core",
         flops=1e11,
@@ -112,12 +104,30 @@ def this_machine() -> Hardware:
         link_efficiency=1.0,
         latency_s=0.0,
     )
+    rate, group_s = (getattr(calibrate(plain, gemms=gemms), name) for name in ("flops", "group_s"))
+    selections, sortings = [], []
+    for tokens in (512, 2048):
+        inputs = [torch.randn(tokens, 4), torch.randn(E, 8, 4), torch.randn(E, 4, 4), torch.rand(tokens, 4)]
+        narrow, gate_up, down, alpha = (tensor.requires_grad_() for tensor in inputs)
+        ids = torch.rand(tokens, E).topk(4, dim=1).indices
+
+        def experts() -> Tensor:
+            return lrmoe.routed_experts(narrow, ids, alpha, gate_up, down, config=lrmoe.LRMoEConfig(drop=0.3))  # noqa: B023
+
+        out = experts()
+        grad = torch.ones_like(out)
+        # Less what their products cost, two in the forward and four in the backward.
+        products = [count * E * group_s + 6 * count * tokens * 4 * 4 * 4 / rate for count in (2, 4)]
+        sortings.append((4 * tokens, seconds_of(experts) - products[0]))
+        backward_s = seconds_of(lambda: out.backward(grad, retain_graph=True))  # noqa: B023
+        selections.append((4 * tokens, backward_s - products[1]))
     return calibrate(
         plain,
         gemms=gemms,
         glu_bytes_per_s=touched / (forward + backward),
         index_bytes_per_s=rows * 2 * D * 4 / gather,
         select=selections,
+        sort=sortings,
     )
 
 
@@ -277,7 +287,7 @@ def predict_trace(options: dict[str, Any], hardware: Hardware) -> list[dict[str,
         planning = measure_planning(policy, loads, drop=drop)
         for lam_GE in loads:
             plan = policy.plan(lam_GE, drop=drop)
-            seconds += layer_time(
+            layer = layer_time(
                 plan,
                 shape,
                 hardware,
@@ -285,7 +295,9 @@ def predict_trace(options: dict[str, Any], hardware: Hardware) -> list[dict[str,
                 elementwise="blocked",
                 resend=False,
                 plan_s=planning.plan_s + planning.alloc_s,
-            ).seconds
+            )
+            # The clock does not see how pairs are sorted and loads are told.
+            seconds += layer.seconds - layer["sort"] - layer["loads of all ranks"]
             rows_G = plan.rows_EG.sum(0).double()
             skew.append(float(rows_G.max() / rows_G.mean()))
         rows.append({"name": name, "predicted_s": seconds, "max_over_mean": statistics.mean(skew)})

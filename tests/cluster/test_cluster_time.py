@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lrmoe.balance import get
-from lrmoe.cluster import Hardware, ModelShape, calibrate, hardware, layer_time, model
+from lrmoe.cluster import FP32, Hardware, ModelShape, calibrate, hardware, layer_time, model
 from lrmoe.cluster.time import exchange_seconds, grouped_gemm_seconds, grouped_wgrad_seconds
+from lrmoe.training.trace import read_trace
 
 PLAIN = Hardware(
     name="plain",
@@ -124,3 +128,37 @@ def test_calibration_finds_the_line_of_the_measurements() -> None:
         calibrate(PLAIN, gemms=gemms[:1] * 2)
     with pytest.raises(ValueError, match="took no longer"):
         calibrate(PLAIN, gemms=[([4], 4, 4, 2.0), ([8], 4, 4, 1.0)])
+
+
+def test_committed_comparison_with_a_machine() -> None:
+    """What docs/results says of this model: saved bytes exact, times within a third, policies in the clock's order, and
+    the predictions for the recorded trace are those that its constants still give."""
+    folder = Path(__file__).parents[2] / "docs" / "results"
+    found: dict[str, Any] = json.loads((folder / "cluster_model.json").read_text())
+    assert len(found["settings"]) == 6
+    assert all(row["saved_predicted"] == row["saved_bytes"] for row in found["settings"])
+    assert all(abs(row["time_error"]) < 1 / 3 for row in found["settings"])
+    rows = found["policies"]
+    by_clock, by_model = (sorted(rows, key=lambda row: row[key]) for key in ("critical_s", "predicted_s"))
+    assert [row["name"] for row in by_clock] == [row["name"] for row in by_model]
+    options = found["trace_options"]
+    trace = read_trace(folder / "router_trace", ranks=options["ranks"])
+    shape = ModelShape(
+        name="trace",
+        dim=options["dim"],
+        expert_dim=options["expert_dim"],
+        num_experts=trace.lam_NGE.shape[2],
+        top_k=trace.about["top_k"],
+        moe_layers=1,
+    )
+    machine = Hardware(**found["hardware"])
+    records = range(0, len(trace), max(1, len(trace) // options["records"]))
+    for row in rows:
+        policy = get(row["name"].partition(",")[0])
+        seconds = 0.0
+        for record in records:
+            plan = policy.plan(torch.from_numpy(trace.lam_NGE[record]).long(), drop=row["drop"])
+            layer = layer_time(plan, shape, machine, precision=FP32, elementwise="blocked", resend=False)
+            seconds += layer.seconds - layer["sort"] - layer["loads of all ranks"]
+        # Planning was timed then.
+        assert 0.9 * row["predicted_s"] < seconds <= row["predicted_s"]

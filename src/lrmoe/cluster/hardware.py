@@ -39,6 +39,7 @@ class Hardware:
         select_s: before any pair is scored and selected; None for ``launch_s``, as
             where its many small operations are put in line while earlier ones run.
         select_pairs_per_s: scored and selected; None for :data:`SELECT_BYTES` a pair at ``memory_bandwidth``.
+        sort_s, sort_pairs_per_s: the same of sorting pairs by expert in the forward; None for no time at all.
 
     Raises:
         ValueError: naming the field and its value.
@@ -62,6 +63,8 @@ class Hardware:
     index_bytes_per_s: float | None = None
     select_s: float | None = None
     select_pairs_per_s: float | None = None
+    sort_s: float | None = None
+    sort_pairs_per_s: float | None = None
 
     def __post_init__(self) -> None:
         for field in ("name", "source"):
@@ -79,9 +82,9 @@ class Hardware:
         for field in ("gemm_efficiency", "link_efficiency"):
             if getattr(self, field) > 1:
                 raise ValueError(f"{field}={getattr(self, field)!r} must be at most 1: a share of the peak")
-        for field in ("launch_s", "group_s", "latency_s", "select_s"):
+        for field in ("launch_s", "group_s", "latency_s", "select_s", "sort_s"):
             value = getattr(self, field)
-            if field == "select_s" and value is None:
+            if value is None and field in ("select_s", "sort_s"):
                 continue
             if not 0 <= require_number(field, value) < math.inf:
                 raise ValueError(f"{field}={value!r} must be a finite number >= 0, in seconds")
@@ -110,7 +113,7 @@ class Hardware:
 SELECT_BYTES = 400
 """Read and written for one pair as it is scored and selected: about fifty passes over one number."""
 
-_OPTIONAL = ("glu_bytes_per_s", "index_bytes_per_s", "select_pairs_per_s")
+_OPTIONAL = ("glu_bytes_per_s", "index_bytes_per_s", "select_pairs_per_s", "sort_pairs_per_s")
 _POSITIVE = (
     "flops",
     "memory_bytes",

@@ -194,6 +194,7 @@ def layer_time(
     counts_GG = torch.full((num_ranks, num_ranks), 8.0 * num_experts, dtype=torch.float64)
     planned_G = torch.full((num_ranks,), plan_s, dtype=torch.float64)
     phases: list[tuple[str, Pass, Kind, Tensor]] = [
+        ("sort", "forward", "compute", _sorted_seconds(pairs_G, hardware)),
         ("loads of all ranks", "forward", "network", sent(counts_GG)),
         ("plan", "forward", "compute", planned_G),
         ("weights to replicas", "forward", "network", sent(replicas_GG)),
@@ -205,7 +206,8 @@ def layer_time(
     ]
     if resend:
         phases.append(("weights to replicas", "backward", "network", sent(replicas_GG)))
-    if dropping:
+    if dropping or num_ranks == 1:
+        # One device scores its pairs also where it keeps them all.
         phases += [
             ("select", "backward", "compute", rows_G / hardware.select_rate + hardware.select_start),
             ("scores to experts", "backward", "network", sent(rows_GG * 4)),
@@ -289,6 +291,7 @@ def calibrate(
     glu_bytes_per_s: float | None = None,
     index_bytes_per_s: float | None = None,
     select: Sequence[tuple[int, float]] = (),
+    sort: Sequence[tuple[int, float]] = (),
 ) -> Hardware:
     """The same hardware with its constants from measurements.
 
@@ -297,7 +300,7 @@ def calibrate(
         gemms: at least two measured grouped products, (rows of each group, inner, outer, seconds), of different sizes:
             their line gives the rate and what a group costs beside it; nothing else then starts late.
         glu_bytes_per_s, index_bytes_per_s: measured; None leaves them as they are.
-        select: (pairs, seconds) of at least two selections of different sizes, or none.
+        select, sort: (pairs, seconds) of at least two selections, and sortings, of different sizes, or none.
 
     Raises:
         ValueError: if the products or selections are too few, or take no longer the larger they are.
@@ -317,10 +320,16 @@ def calibrate(
     ):
         if value is not None:
             changed[name] = value
-    if select:
-        each, changed["select_s"] = _line("select", select)
-        changed["select_pairs_per_s"] = 1 / each
+    for name, measured in (("select", select), ("sort", sort)):
+        if measured:
+            each, changed[f"{name}_s"] = _line(name, measured)
+            changed[f"{name}_pairs_per_s"] = 1 / each
     return replace(hardware, **changed, source=f"{hardware.source}; calibrated on {len(points)} grouped products")
+
+
+def _sorted_seconds(pairs_G: Tensor, hardware: Hardware) -> Tensor:
+    rate = hardware.sort_pairs_per_s
+    return (hardware.sort_s or 0.0) + (torch.zeros_like(pairs_G) if rate is None else pairs_G / rate)
 
 
 def _line(name: str, points: Sequence[tuple[float, float]]) -> tuple[float, float]:
