@@ -226,3 +226,8 @@ def test_the_default_plan_of_a_large_model() -> None:
     assert summary["memory"]["total"] <= 80 * 2**30
     assert summary["recommended"]["policy"] == "lrmoe"
     assert summary["recommended"]["drop"] == 0.0
+
+
+def test_one_rank_is_a_cluster_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ep", "1", "--seq", "512", "--experts-only", "--budget-gib", "2000"]) == 0
+    assert "recommendation: Leave it off" in capsys.readouterr().out

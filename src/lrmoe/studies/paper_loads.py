@@ -27,7 +27,7 @@ def routing_for(
 
     Args:
         ranks: to deal a trace, or one load an expert, out over; a matrix in a file must have as many.
-        trace, loads, skew: one of them at most; without any a skew of 2.
+        trace, loads, skew: one of them at most; without any a skew of 2, on one rank 1.
         seed, draws: of synthetic loads: as many matrices, each as a layer of its own, from this seed on.
         steps: of a trace the first so many.
 
@@ -45,7 +45,7 @@ def routing_for(
         matrices = read_loads(Path(loads), ranks)
         source, synthetic = loads, False
     else:
-        skew = 2.0 if skew is None else skew
+        skew = min(2.0, ranks) if skew is None else skew
         sizes = {"num_experts": model.num_experts, "num_ranks": ranks, "tokens": tokens, "top_k": model.top_k}
         matrices = [
             skewed_loads(skew, seed=require_count("seed", seed) + draw, **sizes)
