@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import tiny_transformers as tiny
 from transformers import AutoModelForCausalLM
 
 
+@pytest.mark.slow
 def test_the_script_runs_under_torchrun(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "expert_parallelism.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

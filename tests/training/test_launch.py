@@ -48,6 +48,7 @@ def test_killed_rank() -> None:
         launch(rank_work.killed, size=2, timeout=60)
 
 
+@pytest.mark.slow
 def test_rank_that_does_not_answer() -> None:
     began = time.monotonic()
     with pytest.raises(RunFailure, match=r"^rank 1 did not answer; all were stopped; continue with --resume"):
