@@ -107,7 +107,7 @@ def _forward(
         keep_h = call.train and recipe.save == "preactivation"
         parts = []
         for bank, part in zip(banks, layout.banks, strict=True):
-            rows_RD = transport.in_host_order(x_RD)[part.rows]
+            rows_RD = transport.in_host_order(x_RD, part.rows)
             parts.append(
                 forward_rows(
                     rows_RD,

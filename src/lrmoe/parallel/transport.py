@@ -63,10 +63,10 @@ class AllToAllTransport:
         """(R, ...) in host order -> (L, ...) in send order."""
         return self._line.exchange(self.in_receive_order(rows), self._layout.receive, self._layout.send, what)
 
-    def in_host_order(self, rows: Tensor) -> Tensor:
-        """Rows in receive order, put in host order."""
+    def in_host_order(self, rows: Tensor, part: slice = slice(None)) -> Tensor:
+        """Rows in receive order, put in host order; ``part`` of them alone are gathered."""
         order_R = self._layout.order_R
-        return rows if order_R is None else rows.index_select(0, order_R)
+        return rows[part] if order_R is None else rows.index_select(0, order_R[part])
 
     def in_receive_order(self, rows: Tensor) -> Tensor:
         """Rows in host order, put in receive order."""
