@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 import lrmoe
 from lrmoe.studies.balance import Expert, Record, advice, break_even, contenders, measure
 from lrmoe.studies.loads import SHAPES, read_loads, shaped_loads, skewed_loads
+from lrmoe.training.config import described
 from lrmoe.training.files import check_free, clear_run, locked, write_json, write_records
 
 HEADINGS = (
@@ -35,10 +36,6 @@ STEPS = 4
 """Of the shapes that change from step to step."""
 
 
-def _field(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class BalanceConfig:
     """What is planned, and how.
@@ -51,26 +48,26 @@ class BalanceConfig:
         ValueError: naming the field, the value and what it may be.
     """
 
-    loads: str | None = _field(None, "JSON file: matrix (ranks, experts) of pairs, several, or one load an expert")
-    skew: float | None = _field(None, "synthetic loads, or of --workload zipf: largest over mean rows of a rank (2)")
-    shape: str | None = _field(None, f"synthetic loads of a shape: {', '.join(SHAPES)}")
-    experts: int | None = _field(None, "experts of synthetic loads (128; 16 for a shape)")
-    ranks: int | None = _field(
+    loads: str | None = described(None, "JSON file: matrix (ranks, experts) of pairs, several, or one load an expert")
+    skew: float | None = described(None, "synthetic loads, or of --workload zipf: largest over mean rows of a rank (2)")
+    shape: str | None = described(None, f"synthetic loads of a shape: {', '.join(SHAPES)}")
+    experts: int | None = described(None, "experts of synthetic loads (128; 16 for a shape)")
+    ranks: int | None = described(
         None,
         "ranks of synthetic loads (8; 4 for a shape), of a file with one load an expert, or to deal a trace out over",
     )
-    tokens: int | None = _field(None, "tokens of a rank, of synthetic loads (4096; 512 for a shape)")
-    top_k: int | None = _field(None, "experts a token (8; 2 for a shape)")
-    seed: int | None = _field(None, "of loads with a skew, or of a workload (0)")
-    drop: float = _field(0.2, "share of the rows that the backward may leave out")
-    quota: Literal["expert", "level"] = _field("expert", "how the drop is spread over experts")
-    slots: int = _field(1, "replicas a rank may hold, of policies with a total: experts on top of its own")
-    capacity: float | None = _field(None, "rows whose backward a rank can hold; default: no limit")
-    floor: int = _field(1024, "rows that a replica of UltraEP must take where its fast path fails")
-    dim: int = _field(2048, "model width, of the break-even and of modelled times")
-    expert_dim: int = _field(768, "expert width")
-    flops: float = _field(4e14, "operations a second that a rank reaches")
-    bandwidth: float = _field(4e11, "bytes a second between a rank and the others, each way")
+    tokens: int | None = described(None, "tokens of a rank, of synthetic loads (4096; 512 for a shape)")
+    top_k: int | None = described(None, "experts a token (8; 2 for a shape)")
+    seed: int | None = described(None, "of loads with a skew, or of a workload (0)")
+    drop: float = described(0.2, "share of the rows that the backward may leave out")
+    quota: Literal["expert", "level"] = described("expert", "how the drop is spread over experts")
+    slots: int = described(1, "replicas a rank may hold, of policies with a total: experts on top of its own")
+    capacity: float | None = described(None, "rows whose backward a rank can hold; default: no limit")
+    floor: int = described(1024, "rows that a replica of UltraEP must take where its fast path fails")
+    dim: int = described(2048, "model width, of the break-even and of modelled times")
+    expert_dim: int = described(768, "expert width")
+    flops: float = described(4e14, "operations a second that a rank reaches")
+    bandwidth: float = described(4e11, "bytes a second between a rank and the others, each way")
 
     def __post_init__(self) -> None:
         given = [name for name in ("loads", "skew", "shape") if getattr(self, name) is not None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from lrmoe.config import require_count, require_number
 from lrmoe.studies.paper_loads import routing_for
 from lrmoe.studies.plan import Case, Option, Planner, recommend, study
 from lrmoe.studies.replay import Record
+from lrmoe.training.config import described
 from lrmoe.training.files import check_free, clear_run, locked, write_json, write_records
 
 HEADINGS = (
@@ -40,10 +41,6 @@ NOTE = (
 )
 
 
-def _field(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """What is planned for.
@@ -52,27 +49,29 @@ class PlanConfig:
         ValueError: naming the field, the value and what it may be.
     """
 
-    model: str = _field("qwen3-30b-a3b", "preset, or a Transformers config.json")
-    hardware: str = _field("h100", "preset, or a TOML or JSON file")
-    ep: int = _field(8, "ranks that the experts lie on")
-    seq: int = _field(4096, "tokens of a sequence")
-    microbatch: int = _field(1, "sequences of a rank in one forward")
-    budget_gib: float | None = _field(None, "GiB of a rank; default: all that the hardware has")
-    trace: str | None = _field(None, "routing trace: run folder of lrmoe train --trace, its trace/ or a part")
-    loads: str | None = _field(None, "JSON file: matrix (ranks, experts) of pairs, several, or one load an expert")
-    skew: float | None = _field(None, "synthetic loads: largest over mean rows of a rank (2)")
-    seed: int = _field(0, "of synthetic loads")
-    draws: int = _field(1, "synthetic loads, each planned for on its own")
-    steps: int | None = _field(None, "of a trace the first so many optimizer steps")
-    max_drop: float = _field(0.2, "largest share of the rows that the backward may leave out")
-    quota: Literal["expert", "level"] = _field("expert", "how the drop is spread over experts")
-    slots: int = _field(2, "experts that a rank may hold on top of its own, at most")
-    floor: int = _field(1024, "rows that a replica of UltraEP must take where its fast path fails")
-    elementwise: Literal["plain", "fused"] = _field("plain", "how activations run: as here on a GPU, or in one kernel")
-    experts_only: bool = _field(False, "count routed experts alone, not the rest of the model")
-    recompute: bool = _field(False, "run each layer's forward again before its backward")
-    optimizer_shards: int = _field(1, "parts that the experts' optimizer state is cut in")
-    dense_shards: int | None = _field(None, "parts that the rest's weights and states are cut in; default: --ep")
+    model: str = described("qwen3-30b-a3b", "preset, or a Transformers config.json")
+    hardware: str = described("h100", "preset, or a TOML or JSON file")
+    ep: int = described(8, "ranks that the experts lie on")
+    seq: int = described(4096, "tokens of a sequence")
+    microbatch: int = described(1, "sequences of a rank in one forward")
+    budget_gib: float | None = described(None, "GiB of a rank; default: all that the hardware has")
+    trace: str | None = described(None, "routing trace: run folder of lrmoe train --trace, its trace/ or a part")
+    loads: str | None = described(None, "JSON file: matrix (ranks, experts) of pairs, several, or one load an expert")
+    skew: float | None = described(None, "synthetic loads: largest over mean rows of a rank (2)")
+    seed: int = described(0, "of synthetic loads")
+    draws: int = described(1, "synthetic loads, each planned for on its own")
+    steps: int | None = described(None, "of a trace the first so many optimizer steps")
+    max_drop: float = described(0.2, "largest share of the rows that the backward may leave out")
+    quota: Literal["expert", "level"] = described("expert", "how the drop is spread over experts")
+    slots: int = described(2, "experts that a rank may hold on top of its own, at most")
+    floor: int = described(1024, "rows that a replica of UltraEP must take where its fast path fails")
+    elementwise: Literal["plain", "fused"] = described(
+        "plain", "how activations run: as here on a GPU, or in one kernel"
+    )
+    experts_only: bool = described(False, "count routed experts alone, not the rest of the model")
+    recompute: bool = described(False, "run each layer's forward again before its backward")
+    optimizer_shards: int = described(1, "parts that the experts' optimizer state is cut in")
+    dense_shards: int | None = described(None, "parts that the rest's weights and states are cut in; default: --ep")
 
     def __post_init__(self) -> None:
         for name in ("ep", "seq", "microbatch", "draws", "floor", "optimizer_shards"):

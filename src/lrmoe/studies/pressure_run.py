@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import lrmoe
 from lrmoe.cluster import Hardware, ModelShape, hardware, model
@@ -30,6 +30,7 @@ from lrmoe.studies.published import (
 from lrmoe.studies.replay import Choice, Record, Setting, parse_choices
 from lrmoe.studies.routing import Routing
 from lrmoe.studies.systems import Sizes
+from lrmoe.training.config import described
 from lrmoe.training.files import check_free, clear_run, locked, write_json, write_records
 
 POLICIES = "fixed,symi,ultraep,lrmoe"
@@ -47,10 +48,6 @@ NOTE = (
 )
 
 
-def _field(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class PressureConfig:
     """One MoE layer of a model under a growing batch.
@@ -59,25 +56,27 @@ class PressureConfig:
         ValueError: naming the field, the value and what it may be.
     """
 
-    model: str = _field("qwen3-30b-a3b", "preset, or a Transformers config.json")
-    hardware: str = _field("h100", "preset, or a TOML or JSON file")
-    ep: int = _field(8, "ranks that the experts lie on")
-    seq: int = _field(8192, "tokens of a sequence")
-    microbatch: int = _field(4, "sequences of a rank at pressure 1")
-    budget_gib: float | None = _field(None, "GiB a rank has for one layer; default: all that the hardware has")
-    trace: str | None = _field(None, "routing trace: run folder of lrmoe train --trace, its trace/ or a part")
-    loads: str | None = _field(None, "JSON file: matrix (ranks, experts) of pairs, several, or one load an expert")
-    skew: float | None = _field(None, "synthetic loads: largest over mean rows of a rank (2)")
-    seed: int = _field(0, "of synthetic loads")
-    draws: int = _field(5, "synthetic loads that are averaged over")
-    slots: int = _field(2, "experts a rank may hold on top of its own")
-    floor: int = _field(1024, "rows that a replica of UltraEP must take where its fast path fails")
-    min_keep: float = _field(0.5, "share of its rows that the backward of every expert keeps at least, under LRMoE")
-    save: Literal["preactivation", "input"] = _field("preactivation", "what LRMoE's operator keeps from the forward")
-    elementwise: Literal["plain", "fused"] = _field("plain", "how activations run: as here on a GPU, or in one kernel")
-    policies: str = _field(POLICIES, "comma-separated, options after colons, e.g. symi:slots=20,ultraep")
-    pressures: str | None = _field(None, "comma-separated; default: 1 to 20, 24, 28, 32, 40")
-    at: float = _field(20.0, "pressure at which the order of the systems is looked at for other skews")
+    model: str = described("qwen3-30b-a3b", "preset, or a Transformers config.json")
+    hardware: str = described("h100", "preset, or a TOML or JSON file")
+    ep: int = described(8, "ranks that the experts lie on")
+    seq: int = described(8192, "tokens of a sequence")
+    microbatch: int = described(4, "sequences of a rank at pressure 1")
+    budget_gib: float | None = described(None, "GiB a rank has for one layer; default: all that the hardware has")
+    trace: str | None = described(None, "routing trace: run folder of lrmoe train --trace, its trace/ or a part")
+    loads: str | None = described(None, "JSON file: matrix (ranks, experts) of pairs, several, or one load an expert")
+    skew: float | None = described(None, "synthetic loads: largest over mean rows of a rank (2)")
+    seed: int = described(0, "of synthetic loads")
+    draws: int = described(5, "synthetic loads that are averaged over")
+    slots: int = described(2, "experts a rank may hold on top of its own")
+    floor: int = described(1024, "rows that a replica of UltraEP must take where its fast path fails")
+    min_keep: float = described(0.5, "share of its rows that the backward of every expert keeps at least, under LRMoE")
+    save: Literal["preactivation", "input"] = described("preactivation", "what LRMoE's operator keeps from the forward")
+    elementwise: Literal["plain", "fused"] = described(
+        "plain", "how activations run: as here on a GPU, or in one kernel"
+    )
+    policies: str = described(POLICIES, "comma-separated, options after colons, e.g. symi:slots=20,ultraep")
+    pressures: str | None = described(None, "comma-separated; default: 1 to 20, 24, 28, 32, 40")
+    at: float = described(20.0, "pressure at which the order of the systems is looked at for other skews")
 
     def __post_init__(self) -> None:
         for name in ("ep", "seq", "microbatch", "draws", "floor"):

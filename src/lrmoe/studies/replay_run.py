@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from lrmoe.studies.costs import KINDS
 from lrmoe.studies.replay import Choice, Outcome, Record, Setting, compare, parse_choices
 from lrmoe.studies.routing import WORKLOADS, Routing, recorded, synthetic
 from lrmoe.studies.systems import SYSTEMS, Sizes
+from lrmoe.training.config import described
 from lrmoe.training.files import check_free, clear_run, locked, write_json, write_records
 
 HEADINGS = (
@@ -50,10 +51,6 @@ _SIZES = {"experts": 128, "ranks": 8, "tokens": 4096, "top_k": 8, "seed": 0, "st
 _WIDTHS = {"dim": 2048, "expert_dim": 768}
 
 
-def _field(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig:
     """What is played to which policies.
@@ -66,30 +63,30 @@ class ReplayConfig:
         ValueError: naming the field, the value and what it may be.
     """
 
-    trace: str | None = _field(None, "routing trace: run folder of lrmoe train --trace, its trace/ or a part")
-    workload: str | None = _field(None, f"synthetic run: {', '.join(WORKLOADS)}")
-    policies: str | None = _field(
+    trace: str | None = described(None, "routing trace: run folder of lrmoe train --trace, its trace/ or a part")
+    workload: str | None = described(None, f"synthetic run: {', '.join(WORKLOADS)}")
+    policies: str | None = described(
         None, f"comma-separated, options after colons, e.g. symi,laer:node_size=4; default: {', '.join(SYSTEMS)}"
     )
-    steps: int | None = _field(
+    steps: int | None = described(
         None, f"optimizer steps: of a workload ({SYNTHETIC_STEPS}); of a trace the first so many"
     )
-    layers: int | None = _field(None, "MoE layers that memory is counted for; default: those of the trace, 1")
-    skew: float | None = _field(None, "of the workload zipf: largest over mean rows of a rank (2)")
-    experts: int | None = _field(None, "experts of a workload (128)")
-    ranks: int | None = _field(None, "ranks of a workload (8), or to deal the loads of a trace out over")
-    tokens: int | None = _field(None, "tokens of a rank, of a workload (4096)")
-    top_k: int | None = _field(None, "experts a token, of a workload (8)")
-    seed: int | None = _field(None, "of a workload's draws (0)")
-    drop: float = _field(0.2, "share of the rows that the backward may leave out")
-    quota: Literal["expert", "level"] = _field("expert", "how the drop is spread over experts")
-    slots: int = _field(1, "experts a rank may hold on top of its own")
-    capacity: float | None = _field(None, "rows whose backward a rank can hold; default: no limit")
-    floor: int = _field(1024, "rows that a replica of UltraEP must take where its fast path fails")
-    dim: int | None = _field(None, "model width; default: the trace's, else 2048")
-    expert_dim: int | None = _field(None, "expert width; default: the trace's, else 768")
-    flops: float = _field(4e14, "operations a second that a rank reaches")
-    bandwidth: float = _field(4e11, "bytes a second between a rank and the others, each way")
+    layers: int | None = described(None, "MoE layers that memory is counted for; default: those of the trace, 1")
+    skew: float | None = described(None, "of the workload zipf: largest over mean rows of a rank (2)")
+    experts: int | None = described(None, "experts of a workload (128)")
+    ranks: int | None = described(None, "ranks of a workload (8), or to deal the loads of a trace out over")
+    tokens: int | None = described(None, "tokens of a rank, of a workload (4096)")
+    top_k: int | None = described(None, "experts a token, of a workload (8)")
+    seed: int | None = described(None, "of a workload's draws (0)")
+    drop: float = described(0.2, "share of the rows that the backward may leave out")
+    quota: Literal["expert", "level"] = described("expert", "how the drop is spread over experts")
+    slots: int = described(1, "experts a rank may hold on top of its own")
+    capacity: float | None = described(None, "rows whose backward a rank can hold; default: no limit")
+    floor: int = described(1024, "rows that a replica of UltraEP must take where its fast path fails")
+    dim: int | None = described(None, "model width; default: the trace's, else 2048")
+    expert_dim: int | None = described(None, "expert width; default: the trace's, else 768")
+    flops: float = described(4e14, "operations a second that a rank reaches")
+    bandwidth: float = described(4e11, "bytes a second between a rank and the others, each way")
 
     def __post_init__(self) -> None:
         if (self.trace is None) == (self.workload is None):

@@ -15,7 +15,8 @@ POLICIES = names()
 PARALLEL = ("ep", "policy", "slots", "capacity", "rank_timeout")
 
 
-def _field(default: Any, text: str) -> Any:
+def described(default: Any, text: str) -> Any:
+    """A field of a settings dataclass: its default, and the help of the option that the command line makes of it."""
     return field(default=default, metadata={"help": text})
 
 
@@ -29,46 +30,46 @@ class TrainConfig:
         ValueError: naming the field, the value and what it may be.
     """
 
-    model: str = _field(
+    model: str = described(
         "qwen3-moe-tiny", "preset (qwen3-moe-tiny, glm4-moe-tiny), or folder of a checkpoint in Transformers' format"
     )
-    text: str | None = _field(None, "file or folder to train on; default: the Python standard library's source")
-    steps: int = _field(400, "optimizer steps")
-    batch: int = _field(16, "sequences per microbatch")
-    seq: int = _field(128, "tokens per sequence")
-    grad_accum: int = _field(1, "microbatches per optimizer step")
-    lr: float = _field(2e-3, "peak learning rate of AdamW")
-    lr_schedule: Literal["cosine", "linear", "constant"] = _field("cosine", "learning rate after its warm-up")
-    lr_warmup_steps: int = _field(20, "steps over which the learning rate rises from zero")
-    weight_decay: float = _field(0.1, "AdamW's weight decay")
-    seed: int = _field(0, "of the initial weights, the data order and the selection's draws")
-    log_every: int = _field(10, "steps between two lines of metrics.jsonl")
-    eval_every: int = _field(100, "steps between two validations; the last step is always validated")
-    eval_sequences: int = _field(256, "sequences to validate on, at most")
-    save_every: int = _field(100, "steps between two checkpoints; the last step is always saved")
-    keep_checkpoints: int = _field(2, "newest checkpoints to keep")
-    gradient_checkpointing: bool = _field(False, "recompute each block's activations in the backward")
-    bf16: bool = _field(False, "bfloat16 autocast over float32 weights")
-    threads: int | None = _field(None, "CPU threads; default: torch's own choice")
-    memorize_bytes: int | None = _field(
+    text: str | None = described(None, "file or folder to train on; default: the Python standard library's source")
+    steps: int = described(400, "optimizer steps")
+    batch: int = described(16, "sequences per microbatch")
+    seq: int = described(128, "tokens per sequence")
+    grad_accum: int = described(1, "microbatches per optimizer step")
+    lr: float = described(2e-3, "peak learning rate of AdamW")
+    lr_schedule: Literal["cosine", "linear", "constant"] = described("cosine", "learning rate after its warm-up")
+    lr_warmup_steps: int = described(20, "steps over which the learning rate rises from zero")
+    weight_decay: float = described(0.1, "AdamW's weight decay")
+    seed: int = described(0, "of the initial weights, the data order and the selection's draws")
+    log_every: int = described(10, "steps between two lines of metrics.jsonl")
+    eval_every: int = described(100, "steps between two validations; the last step is always validated")
+    eval_sequences: int = described(256, "sequences to validate on, at most")
+    save_every: int = described(100, "steps between two checkpoints; the last step is always saved")
+    keep_checkpoints: int = described(2, "newest checkpoints to keep")
+    gradient_checkpointing: bool = described(False, "recompute each block's activations in the backward")
+    bf16: bool = described(False, "bfloat16 autocast over float32 weights")
+    threads: int | None = described(None, "CPU threads; default: torch's own choice")
+    memorize_bytes: int | None = described(
         None, "train and validate on the first so many bytes of the training text, over and over"
     )
-    trace: bool = _field(
+    trace: bool = described(
         False, "record how many pairs each rank sends to each expert, of every layer and microbatch, in trace/"
     )
-    ep: int = _field(
+    ep: int = described(
         1, "processes that share the experts, each with its part of every batch; started here, or by torchrun"
     )
-    policy: str = _field("lrmoe", "with ep above 1: how the load is balanced over the ranks")
-    slots: int | None = _field(
+    policy: str = described("lrmoe", "with ep above 1: how the load is balanced over the ranks")
+    slots: int | None = described(
         None,
         "with ep above 1: replicas of experts a rank may hold, or, with policies that fill all slots anew, experts in "
         "all; default: the policy's own",
     )
-    capacity: float | None = _field(
+    capacity: float | None = described(
         None, "with ep above 1: a rank's largest load in a layer, in rows weighted by cost; default: 1.05 x the mean"
     )
-    rank_timeout: float = _field(600.0, "with ep above 1: seconds to wait for another rank before the run ends")
+    rank_timeout: float = described(600.0, "with ep above 1: seconds to wait for another rank before the run ends")
     recalibration: LRMoEConfig = field(default_factory=LRMoEConfig)
 
     def __post_init__(self) -> None:
