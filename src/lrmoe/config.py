@@ -38,6 +38,10 @@ class LRMoEConfig:
         ramp_steps: steps after the warm-up over which the drop rises linearly to ``drop``.
         final_dense_steps: optimizer steps at the end without any drop; needs ``total_steps``.
         total_steps: length of the run in optimizer steps; the Trainer callback fills it in.
+        guard_variance: limit of V*/sum R, the variance that dropping adds relative to the importance; a layer of an
+            attached model that is above it stops dropping for a while (see :class:`~lrmoe.control.Recalibrator`).
+            None: never. For every selector but ``"topq"``.
+        guard_tail: the same for ``"topq"``: limit of the share of sum R that the dropped pairs hold.
         seed: of the keyed draws, in [0, 2^63).
 
     Raises:
@@ -55,6 +59,8 @@ class LRMoEConfig:
     ramp_steps: int = 0
     final_dense_steps: int = 0
     total_steps: int | None = None
+    guard_variance: float | None = 0.1
+    guard_tail: float | None = 0.005
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -82,6 +88,15 @@ class LRMoEConfig:
                     f"error_budget={self.error_budget!r} must be a finite number >= 0 (a fraction of the total "
                     "importance, e.g. 0.025) or None"
                 )
+        for field in ("guard_variance", "guard_tail"):
+            if getattr(self, field) is not None:
+                value = require_number(field, getattr(self, field))
+                object.__setattr__(self, field, value)
+                if not 0.0 < value < math.inf:
+                    raise ValueError(
+                        f"{field}={value!r} must be a finite number above 0 (a fraction of the total importance, "
+                        "e.g. 0.1) or None for no guard"
+                    )
         for field in ("warmup_steps", "ramp_steps", "final_dense_steps", "total_steps", "seed"):
             value = getattr(self, field)
             if field != "total_steps" or value is not None:

@@ -31,7 +31,8 @@ class TrainConfig:
     """
 
     model: str = described(
-        "qwen3-moe-tiny", "preset (qwen3-moe-tiny, glm4-moe-tiny), or folder of a checkpoint in Transformers' format"
+        "qwen3-moe-tiny",
+        "preset (qwen3-moe-tiny, glm4-moe-tiny, qwen3-moe-nano), or folder of a checkpoint in Transformers' format",
     )
     text: str | None = described(None, "file or folder to train on; default: the Python standard library's source")
     steps: int = described(400, "optimizer steps")
