@@ -1,0 +1,115 @@
+"""Which pairs to keep: metric and selector, by rate and regime, beside a random choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lrmoe.studies.grid import Comparison, GridStudy, Rows, of, rate_figure, told
+from lrmoe.studies.regimes import REGIMES, StudyConfig, regime
+from lrmoe.studies.results import Figure
+from lrmoe.studies.variants import parse_variants
+
+# All regimes, and what only one of them can tell.
+_EVERYWHERE = (
+    "C0: drop=0",
+    "C20 pps: drop=0.2",
+    "C20 random: drop=0.2 selector=random",
+    "C20 auto: drop=0.2 selector=auto",
+    "C20 topq: drop=0.2 selector=topq",
+    "C20 topq grad_norm: drop=0.2 selector=topq metric=grad_norm",
+    "C20 topq abs_grad: drop=0.2 selector=topq metric=abs_grad",
+    "C20 topq random: drop=0.2 selector=topq metric=random",
+    "C50 pps: drop=0.5",
+    "C50 random: drop=0.5 selector=random",
+    "C50 topq: drop=0.5 selector=topq",
+)
+_FROM_SCRATCH = (
+    "C30 pps: drop=0.3",
+    "C30 random: drop=0.3 selector=random",
+    "C50 pps grad_norm: drop=0.5 metric=grad_norm",
+)
+
+
+def comparisons(config: StudyConfig) -> list[Comparison]:
+    """One a regime."""
+    chosen = config.regimes or REGIMES
+    return [
+        Comparison(
+            regime=regime(name, config),
+            variants=tuple(parse_variants([*_EVERYWHERE, *(_FROM_SCRATCH if name == "scratch" else ())])),
+        )
+        for name in chosen
+    ]
+
+
+def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
+    """What holds where, from the rows alone."""
+    said: list[str] = []
+    safe: list[tuple[str, str]] = []
+    unsafe: list[tuple[str, str]] = []
+    words = {"scratch": "from scratch", "near_zero": "near zero loss", "fine_tune": "at a fine-tuning's loss"}
+    for name, table in rows.items():
+        where = words[name]
+        base = table[0]
+        spread = base["spread"]
+        around = "" if spread is None else f", where the seeds of no drop lie {spread:.4f} apart"
+        pps, random, topq = (of(table, f"C20 {selector}") for selector in ("pps", "random", "topq"))
+        if not (pps and random and topq):
+            continue
+        said.append(
+            f"{where.capitalize()} (loss {base['loss']:.3f}{around}), 20 % dropped costs {told(pps)} with pps, "
+            f"{told(random)} with random and {told(topq)} with topq."
+        )
+        half, half_random = of(table, "C50 pps"), of(table, "C50 random")
+        if half and half_random:
+            said.append(f"At 50 % {where}: pps {told(half)}, random {told(half_random)}.")
+        biased = [row for row in table if row["selector"] == "topq" and row["drop"] == 0.2]
+        order = sorted(biased, key=lambda row: row["difference"])
+        names = ", ".join(f"{row['metric']} {row['difference']:+.4f}" for row in order)
+        said.append(f"The metric under topq at 20 % {where}, best first: {names}.")
+        for row in table[1:]:
+            if row["metric"] == "lrm" and row["selector"] in ("pps", "topq"):
+                (safe if row["verdict"] in ("within the spread", "better") else unsafe).append((row["variant"], where))
+    advice = []
+    if safe:
+        advice.append(f"Within the spread of the seeds here: {_listed(safe)}.")
+    if unsafe:
+        advice.append(f"Do not use, unless your own runs say otherwise: {_listed(unsafe)}.")
+    return said, advice
+
+
+def _listed(found: Sequence[tuple[str, str]]) -> str:
+    places: dict[str, list[str]] = {}
+    for name, where in found:
+        places.setdefault(name, []).append(where)
+    return "; ".join(f"{name} {' and '.join(where)}" for name, where in places.items())
+
+
+def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Figure]:
+    """One a regime: a line a selector, a point a rate."""
+    return [
+        rate_figure(
+            comparison,
+            rows[comparison.name],
+            {
+                "pps": lambda row: row["selector"] == "pps" and row["metric"] == "lrm",
+                "random": lambda row: row["selector"] == "random",
+                "auto": lambda row: row["selector"] == "auto",
+                "topq (the paper's)": lambda row: row["selector"] == "topq" and row["metric"] == "lrm",
+                "topq, gradient norm": lambda row: row["selector"] == "topq" and row["metric"] == "grad_norm",
+                "topq, random choice": lambda row: row["selector"] == "topq" and row["metric"] == "random",
+            },
+        )
+        for comparison in compared
+    ]
+
+
+STUDY = GridStudy(
+    name="ablation",
+    title="Which pairs to keep",
+    question="Does the loss hold when a part of the backward is left out, and does it matter which part?",
+    first=comparisons,
+    conclude=conclude,
+    figures=figures,
+    regimes=REGIMES,
+)

@@ -1,0 +1,67 @@
+"""How a drop is spread over experts: the same share each, from the busiest, or pooled by relative score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, of, rate_figure, told
+from lrmoe.studies.regimes import StudyConfig, regime
+from lrmoe.studies.results import Figure
+from lrmoe.studies.variants import parse_variants
+
+KINDS = ("expert", "level", "pooled")
+RATES = (20, 50)
+
+
+def comparisons(config: StudyConfig) -> list[Comparison]:
+    """Each kind at each rate, sampled by pps, and the even split chosen at random."""
+    variants = ["C0: drop=0"] + [f"C{rate} {kind}: drop={rate / 100} quota={kind}" for rate in RATES for kind in KINDS]
+    variants += [f"C{rate} expert random: drop={rate / 100} selector=random" for rate in RATES]
+    return [
+        Comparison(regime=regime(name, config), variants=tuple(parse_variants(variants)))
+        for name in config.regimes or ("scratch",)
+    ]
+
+
+def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
+    """Which split loses least, and whether the difference is more than noise."""
+    said, advice = [], []
+    for name, table in rows.items():
+        for rate in RATES:
+            found = {kind: row for kind in KINDS if (row := of(table, f"C{rate} {kind}"))}
+            each = ", ".join(f"{kind} {told(row)} (V*/ΣR {row['variance_share']:.4f})" for kind, row in found.items())
+            said.append(f"At {rate} % ({name.replace('_', ' ')}): {each}.")
+            usual = found.get("expert")
+            for kind, row in found.items():
+                if usual is None or kind == "expert" or None in (row["difference"], usual["difference"]):
+                    continue
+                gap = row["difference"] - usual["difference"]
+                error = (row["error"] or 0.0) + (usual["error"] or 0.0)
+                if gap < -error:
+                    advice.append(f'At {rate} % quota="{kind}" ends {-gap:.4f} lower than "expert", beyond the errors.')
+                elif gap > error:
+                    advice.append(f'At {rate} % quota="{kind}" ends {gap:.4f} higher than "expert": leave it.')
+    if not advice:
+        advice.append('Leave quota="expert", the default: no other split differs from it by more than the errors.')
+    return said, advice
+
+
+def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Figure]:
+    """A line a kind, a point a rate."""
+
+    def of_kind(kind: str) -> Callable[[Row], bool]:
+        return lambda row: row["quota"] == kind and row["selector"] == "pps"
+
+    groups = {kind: of_kind(kind) for kind in KINDS}
+    groups["expert, random choice"] = lambda row: row["selector"] == "random"
+    return [rate_figure(c, rows[c.name], groups) for c in compared]
+
+
+STUDY = GridStudy(
+    name="quota",
+    title="How a drop is spread over experts",
+    question="Should every expert give up the same share, or those that can best spare it?",
+    first=comparisons,
+    conclude=conclude,
+    figures=figures,
+)

@@ -1,0 +1,98 @@
+"""Whether the conclusions hold under the recipes people train with: accumulation, bfloat16, checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, of, rate_figure, told
+from lrmoe.studies.regimes import StudyConfig, regime
+from lrmoe.studies.results import Figure
+from lrmoe.studies.variants import parse_variants
+
+VARIANTS = (
+    "C0: drop=0",
+    "C20 pps: drop=0.2",
+    "C20 random: drop=0.2 selector=random",
+    "C20 topq: drop=0.2 selector=topq",
+)
+PLAIN = "float32"
+
+
+def recipes(batch: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """By name: a title, and what the recipe changes in the training."""
+    found: dict[str, tuple[str, dict[str, Any]]] = {
+        PLAIN: ("float32, one microbatch a step", {}),
+        "bf16": ("bfloat16 autocast over float32 weights", {"bf16": True}),
+        "checkpointing": ("activation checkpointing of each block", {"gradient_checkpointing": True}),
+    }
+    if batch % 4 == 0:
+        # As many tokens a step, so that only the accumulation differs.
+        found["accumulation"] = ("four microbatches a step", {"grad_accum": 4, "batch": batch // 4})
+    return found
+
+
+def comparisons(config: StudyConfig) -> list[Comparison]:
+    """The same variants under each recipe."""
+    place = regime("scratch", config)
+    return [
+        Comparison(
+            regime=place, name=name, title=title, changes=changes, variants=tuple(parse_variants(list(VARIANTS)))
+        )
+        for name, (title, changes) in recipes(config.batch).items()
+    ]
+
+
+def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
+    """Whether each recipe orders the selectors as plain float32 does."""
+    said, advice, same = [], [], []
+    plain = rows[PLAIN]
+    order = _order(plain)
+    for name, table in rows.items():
+        each = ", ".join(f"{row['variant']} {told(row)}" for row in table[1:])
+        said.append(f"{name}: no drop ends at {table[0]['loss']:.4f}; {each}.")
+        if name == PLAIN:
+            continue
+        equal = all(row["loss"] == other["loss"] for row, other in zip(table, plain, strict=True))
+        if equal:
+            said.append(f"{name} gives the losses of {PLAIN} to the last digit: a recomputed forward draws alike.")
+        verdicts = [row["variant"] for row in table[1:] if (mine := of(plain, row["variant"])) and _differs(row, mine)]
+        if _order(table) == order and not verdicts:
+            same.append(name)
+        else:
+            which = f"; beside the spread it differs for {', '.join(verdicts)}" if verdicts else ""
+            advice.append(
+                f"{name}: best to worst is {' < '.join(_order(table))}, {PLAIN} has {' < '.join(order)}{which}."
+            )
+    if same:
+        advice.insert(0, f"What is said of {PLAIN} can be used with {', '.join(same)}: same order, same verdicts.")
+    return said, advice
+
+
+def _order(table: Rows) -> list[str]:
+    known = [row for row in table[1:] if row["difference"] is not None]
+    return [row["variant"] for row in sorted(known, key=lambda row: row["difference"])]
+
+
+def _differs(row: Row, other: Row) -> bool:
+    return bool(row["verdict"] != other["verdict"])
+
+
+def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Figure]:
+    """One a recipe: three points."""
+
+    def called(name: str) -> Callable[[Row], bool]:
+        return lambda row: row["variant"] == name
+
+    names = [text.partition(":")[0] for text in VARIANTS[1:]]
+    return [rate_figure(c, rows[c.name], {name: called(name) for name in names}) for c in compared]
+
+
+STUDY = GridStudy(
+    name="recipes",
+    title="Under the recipes people train with",
+    question="Do gradient accumulation, bfloat16 and activation checkpointing change what a drop costs?",
+    first=comparisons,
+    conclude=conclude,
+    figures=figures,
+)

@@ -1,0 +1,148 @@
+"""Where in training a drop is put to the test: from scratch, near zero loss, and at a fine-tuning's loss in between."""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from lrmoe.config import LRMoEConfig, require_count
+from lrmoe.studies.cells import Cell
+from lrmoe.training.config import TrainConfig, described
+from lrmoe.training.presets import PRESETS
+
+Loss = Literal["eval_loss", "train_loss"]
+REGIMES = ("scratch", "near_zero", "fine_tune")
+# A study measures what dropping does, so nothing takes the drop away while it runs.
+UNGUARDED = LRMoEConfig(drop=0.0, guard_variance=None, guard_tail=None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyConfig:
+    """What all runs of a study share.
+
+    Raises:
+        ValueError: naming the field, the value and what it may be.
+    """
+
+    model: str = described("qwen3-moe-nano", f"preset ({', '.join(PRESETS)}), or folder of a checkpoint")
+    text: str | None = described(None, "file or folder to train on; default: the Python standard library's source")
+    fine_tune_text: str | None = described(
+        None, "file or folder for the fine-tuning; default: the standard library's help topics, in English"
+    )
+    steps: int = described(600, "optimizer steps from scratch; the other regimes take half as many, after these")
+    batch: int = described(8, "sequences a step")
+    seq: int = described(128, "tokens per sequence")
+    lr: float = described(2e-3, "peak learning rate from scratch; half of it for the fine-tuning")
+    memorize_bytes: int = described(2048, "bytes that the regime near zero loss repeats")
+    seeds: tuple[int, ...] = field(default=(0, 1, 2))
+    regimes: tuple[str, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "seq", "memorize_bytes"):
+            require_count(name, getattr(self, name), least=1)
+        if self.steps < 20:
+            raise ValueError(f"steps={self.steps} must be at least 20: a study compares how runs end")
+        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds={list(self.seeds)} must be one or more different integers")
+        for name in self.regimes:
+            if name not in REGIMES:
+                raise ValueError(f"regimes={name!r} is not known; choose of {', '.join(REGIMES)}")
+        for name in REGIMES:
+            regime(name, self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regime:
+    """A place in training.
+
+    Attributes:
+        name, title: on the command line and in words.
+        train: the runs that are compared, but for their seed and recalibration.
+        pretrain: what all of them go on from, without a drop; None for the model's own initial weights.
+        loss: which of a run's losses counts: validation, or the training loss of a run that memorises.
+        settings: what a reader has to know, for the table.
+    """
+
+    name: str
+    title: str
+    train: TrainConfig
+    pretrain: TrainConfig | None
+    loss: Loss
+    settings: Mapping[str, Any]
+
+    def cell(self, recalibration: LRMoEConfig, seed: int, **changes: Any) -> Cell:
+        """One run of the regime; ``changes`` replace fields of ``train``."""
+        config = replace(self.train, **changes, seed=seed, recalibration=recalibration)
+        start = None if self.pretrain is None else Cell(config=replace(self.pretrain, seed=seed))
+        return Cell(config=config, start=start)
+
+
+def regime(name: str, config: StudyConfig) -> Regime:
+    """One of :data:`REGIMES` at the size of ``config``."""
+    steps = config.steps
+    scratch = TrainConfig(
+        model=config.model,
+        text=config.text,
+        steps=steps,
+        batch=config.batch,
+        seq=config.seq,
+        lr=config.lr,
+        eval_every=max(1, steps // 6),
+        save_every=steps,
+        recalibration=UNGUARDED,
+    )
+    common = {"model": config.model, "sequences a step": config.batch, "seeds": len(config.seeds)}
+    if name == "scratch":
+        return Regime(
+            name=name,
+            title="From scratch",
+            train=scratch,
+            pretrain=None,
+            loss="eval_loss",
+            settings={**common, "steps": steps, "tokens a sequence": config.seq},
+        )
+    half = steps // 2
+    later = replace(scratch, steps=half, eval_every=max(1, half // 6), save_every=half)
+    if name == "near_zero":
+        seq = max(2, config.seq // 2)
+        return Regime(
+            name=name,
+            title="Near zero loss",
+            train=replace(later, seq=seq, memorize_bytes=config.memorize_bytes),
+            pretrain=scratch,
+            loss="train_loss",
+            settings={
+                **common,
+                "steps before, without a drop": steps,
+                "steps": half,
+                "tokens a sequence": seq,
+                "bytes repeated": config.memorize_bytes,
+            },
+        )
+    text = config.fine_tune_text or str(_topics())
+    return Regime(
+        name=name,
+        title="Fine-tuning",
+        train=replace(later, text=text, lr=config.lr / 2),
+        pretrain=scratch,
+        loss="eval_loss",
+        settings={
+            **common,
+            "steps before, without a drop": steps,
+            "steps": half,
+            "tokens a sequence": config.seq,
+            "text": config.fine_tune_text or "help topics of the Python standard library",
+        },
+    )
+
+
+def _topics() -> Path:
+    """English prose that every Python brings: another kind of text than its source."""
+    return Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"

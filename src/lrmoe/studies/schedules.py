@@ -1,0 +1,92 @@
+"""When to drop: from the first step, after a warm-up, with a ramp, with a dense tail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, of, rate_figure, told
+from lrmoe.studies.regimes import StudyConfig, regime
+from lrmoe.studies.results import Figure
+from lrmoe.studies.variants import parse_variants
+
+RATES = (20, 50)
+# A row a schedule: name, and its phases as shares of the run.
+SCHEDULES: dict[str, dict[str, float]] = {
+    "from the start": {},
+    "warm-up": {"warmup_steps": 0.15},
+    "ramp": {"ramp_steps": 0.3},
+    "dense tail": {"final_dense_steps": 0.15},
+    "warm-up and tail": {"warmup_steps": 0.15, "final_dense_steps": 0.15},
+}
+
+
+def comparisons(config: StudyConfig) -> list[Comparison]:
+    """Each schedule at each rate, sampled by pps; the warm-up also for a random choice."""
+    found = []
+    for name in config.regimes or ("scratch",):
+        place = regime(name, config)
+        steps = place.train.steps
+        variants = ["C0: drop=0"]
+        for rate in RATES:
+            for schedule, phases in SCHEDULES.items():
+                settings = " ".join(f"{field}={max(1, round(share * steps))}" for field, share in phases.items())
+                # Half the schedules at the low rate: what helps there is at most what it costs.
+                if rate == RATES[0] and schedule not in ("from the start", "warm-up"):
+                    continue
+                variants.append(f"C{rate} {schedule}: drop={rate / 100} {settings}")
+            warm = max(1, round(0.15 * steps))
+            variants.append(f"C{rate} random, warm-up: drop={rate / 100} selector=random warmup_steps={warm}")
+        variants.append(
+            f"C50 warm-up, exact router: drop=0.5 warmup_steps={max(1, round(0.15 * steps))} router_grad=exact"
+        )
+        found.append(Comparison(regime=place, variants=tuple(parse_variants(variants))))
+    return found
+
+
+def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
+    """What each schedule brings, and the best of them."""
+    said, advice = [], []
+    for name, table in rows.items():
+        for rate in RATES:
+            found = [row for row in table if row["variant"].startswith(f"C{rate} ") and row["difference"] is not None]
+            each = "; ".join(
+                f"{row['variant'].partition(' ')[2]} {told(row)} ({100 * (1 - row['kept_share']):.0f} % dropped)"
+                for row in found
+            )
+            said.append(f"At {rate} % ({name.replace('_', ' ')}): {each}.")
+            plain = of(table, f"C{rate} from the start")
+            sampled = [row for row in found if row["selector"] == "pps"]
+            if plain is None or not sampled:
+                continue
+            best = min(sampled, key=lambda row: row["difference"])
+            if best is plain:
+                advice.append(f"At {rate} % no schedule does better than dropping from the start.")
+                continue
+            gap = plain["difference"] - best["difference"]
+            error = (plain["error"] or 0.0) + (best["error"] or 0.0)
+            strong = "beyond" if gap > error else "which is within"
+            advice.append(
+                f"At {rate} % “{best['variant'].partition(' ')[2]}” loses least, {gap:.4f} less than dropping from the "
+                f"start, {strong} the standard errors of both ({error:.4f})."
+            )
+    return said, advice
+
+
+def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Figure]:
+    """A point a schedule, over what it dropped in all."""
+
+    def called(name: str) -> Callable[[Row], bool]:
+        return lambda row: row["variant"].partition(" ")[2] == name
+
+    names = [*SCHEDULES, "warm-up, exact router", "random, warm-up"]
+    return [rate_figure(c, rows[c.name], {name: called(name) for name in names}) for c in compared]
+
+
+STUDY = GridStudy(
+    name="schedule",
+    title="When to drop",
+    question="Does it pay to leave the beginning or the end of training alone?",
+    first=comparisons,
+    conclude=conclude,
+    figures=figures,
+)

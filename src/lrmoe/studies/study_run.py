@@ -1,0 +1,156 @@
+"""Carries a study out: runs what is missing, then writes its tables, conclusions and page."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lrmoe.studies import ablation, error_budget, quota_spread, recipes, router_gradient, schedules
+from lrmoe.studies.cells import Cell, run_cells, steps_of
+from lrmoe.studies.grid import Comparison, GridStudy, Rows, table
+from lrmoe.studies.jobs import Progress
+from lrmoe.studies.regimes import StudyConfig
+from lrmoe.studies.results import StudyResult, markdown
+from lrmoe.training.files import locked, read_json, write_json, write_records, write_text
+from lrmoe.training.run import load, versions
+
+STUDIES: Mapping[str, GridStudy] = {
+    module.STUDY.name: module.STUDY
+    for module in (ablation, router_gradient, quota_spread, error_budget, schedules, recipes)
+}
+# Told how many optimizer steps are to come; gives what is told of each.
+Watch = Callable[[int], Progress]
+
+
+def check(study: GridStudy, config: StudyConfig, out: Path) -> None:
+    """Checks what a user can get wrong, before anything is written or trained.
+
+    Raises:
+        ValueError: naming what is wrong and the mend.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out={str(out)!r} is a file; give a folder")
+    if (out / "config.json").exists():
+        stored = read_json(out / "config.json")
+        if stored.get("command") != "study" or stored.get("study") != study.name:
+            raise ValueError(f"out={str(out)!r} was not written by lrmoe study {study.name}; give another folder")
+    elif out.is_dir() and any(entry.name not in ("cells", ".lock") for entry in out.iterdir()):
+        raise ValueError(f"out={str(out)!r} holds something else than a study; give another folder")
+    texts = set()
+    for comparison in study.first(config):
+        for cells in comparison.cells(config.seeds[:1]).values():
+            for cell in cells:
+                key = (cell.config.text, cell.config.memorize_bytes, cell.config.seq)
+                if key not in texts:
+                    # The text and the model are the same for all that share these.
+                    load(cell.config)
+                texts.add(key)
+
+
+def run_study(
+    study: GridStudy, config: StudyConfig, out: Path, *, store: Path, jobs: int = 1, watch: Watch | None = None
+) -> StudyResult:
+    """Trains what ``store`` does not hold yet and writes ``config.json``, ``metrics.jsonl`` (a line a row),
+    ``summary.json``, ``table.md`` and ``report.html`` into ``out``.
+
+    Runs that have finished are never done again, whichever study asked for them; an interrupted one goes on from its
+    last checkpoint.
+
+    Args:
+        study: which.
+        config: size, seeds and regimes.
+        out: the study's folder.
+        store: folder of the runs, which studies may share.
+        jobs: runs at a time, with one thread each.
+        watch: asked for a progress display when a batch of runs begins.
+
+    Raises:
+        ValueError: if another process works in one of the folders, or a run cannot be carried out.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        write_json(
+            out / "config.json",
+            {"command": "study", "study": study.name, "settings": config.to_dict(), "versions": versions()},
+        )
+        compared = study.first(config)
+        rows = _carry_out(compared, config, store, jobs, watch)
+        more = study.then(config, rows)
+        rows |= _carry_out(more, config, store, jobs, watch)
+        conclusions, advice = study.conclude(rows)
+        cells = [cell for comparison in (*compared, *more) for cell in _cells(comparison, config)]
+        result = StudyResult(
+            study=study.name,
+            title=study.title,
+            question=study.question,
+            tables=[table(comparison, rows[comparison.name]) for comparison in (*compared, *more)],
+            figures=study.figures(compared, rows),
+            conclusions=conclusions,
+            advice=advice,
+            provenance=provenance(study.name, config, cells, store),
+        )
+        write_result(result, out)
+    return result
+
+
+def write_result(result: StudyResult, out: Path) -> None:
+    """The files of a study's folder but ``config.json``."""
+    lines = [{"table": one.name, **row} for one in result.tables for row in one.rows]
+    write_records(out / "metrics.jsonl", lines)
+    text = "\n".join(f"### {one.title}\n\n{markdown(one)}" for one in result.tables)
+    write_text(out / "table.md", text + "".join(f"\n- {sentence}" for sentence in result.conclusions) + "\n")
+    write_json(out / "summary.json", result.to_dict())
+    from lrmoe.report import write_report
+
+    write_report(out)
+
+
+def provenance(name: str, config: Any, cells: list[Cell], store: Path) -> dict[str, Any]:
+    """Where numbers come from: the command, what the runs were made with, the machine and the time they took."""
+    made_with: dict[str, set[str]] = {}
+    seconds = 0.0
+    for cell in {cell.key: cell for cell in cells}.values():
+        for package, version in cell.versions(store).items():
+            made_with.setdefault(package, set()).add(version)
+        seconds += cell.summary(store)["seconds"]
+    return {
+        "command": command(name, config),
+        "versions": {package: ", ".join(sorted(found)) for package, found in made_with.items()},
+        "machine": machine(),
+        "runs": len({cell.key for cell in cells}),
+        "run_seconds": seconds,
+    }
+
+
+def command(name: str, config: Any) -> str:
+    """The command line that makes the study, with what differs from the defaults."""
+    default, parts = type(config)().to_dict(), ["lrmoe", "study", name]
+    for field, value in config.to_dict().items():
+        if value != default[field]:
+            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+            parts += ["--" + field.replace("_", "-"), text]
+    return shlex.join([*parts, "--out", f"runs/studies/{name}", "--cells", "runs/studies/cells"])
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to know of the machine, without its name."""
+    return {"system": platform.system(), "architecture": platform.machine(), "cores": os.cpu_count()}
+
+
+def _carry_out(
+    compared: list[Comparison], config: StudyConfig, store: Path, jobs: int, watch: Watch | None
+) -> dict[str, Rows]:
+    cells = [cell for comparison in compared for cell in _cells(comparison, config)]
+    # Seed by seed, so that what is interrupted has whole seeds.
+    cells.sort(key=lambda cell: config.seeds.index(cell.config.seed))
+    progress: Progress = (lambda *_: None) if watch is None else watch(steps_of(cells, store))
+    run_cells(cells, store, jobs=jobs, progress=progress)
+    return {comparison.name: comparison.rows(store, config.seeds) for comparison in compared}
+
+
+def _cells(comparison: Comparison, config: StudyConfig) -> list[Cell]:
+    return [cell for cells in comparison.cells(config.seeds).values() for cell in cells]
