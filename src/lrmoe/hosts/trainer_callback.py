@@ -16,11 +16,11 @@ from transformers.trainer_callback import (
 from transformers.training_args import TrainingArguments
 
 from lrmoe.control import Recalibrator
-from lrmoe.experts.meter import SHARES
+from lrmoe.experts.meter import SECONDS, SHARES
 from lrmoe.hosts.expert_modules import EXPERT_PARALLEL
 
 # The scalars of Recalibrator.metrics() that go into the Trainer's logs, as "lrmoe/<name>".
-LOGGED = ("drop", *SHARES)
+LOGGED = ("drop", "guarded_layers", *SHARES)
 
 
 class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -116,7 +116,7 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
         if self.recal is None or logs is None or "loss" not in logs:
             return
         self.metrics = _metrics(self.recal)
-        scalars = {f"lrmoe/{name}": float(self.metrics[name]) for name in LOGGED if name in self.metrics}
+        scalars = {f"lrmoe/{name}": value for name, value in _scalars(self.metrics).items()}
         logs.update(scalars)
         # The Trainer has filed this log already; `logs` is what goes to the callbacks that follow.
         state.log_history[-1].update(scalars)
@@ -167,6 +167,12 @@ def _metrics(recal: Recalibrator) -> dict[str, Any]:
     from lrmoe.parallel import global_metrics
 
     return {**global_metrics(recal, timeout_s=engine.timeout_s), "parallel": engine.metrics()}
+
+
+def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
+    scalars = {name: float(metrics[name]) for name in LOGGED if name in metrics}
+    # Layers measure their time on a CPU only.
+    return scalars | {name: float(metrics[name]) for name in SECONDS if metrics.get(name)}
 
 
 _SAMPLES = 16

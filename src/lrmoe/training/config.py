@@ -11,8 +11,11 @@ from lrmoe.config import LRMoEConfig
 
 SCHEDULES = ("cosine", "linear", "constant")
 POLICIES = names()
+REPORTERS = ("tensorboard", "wandb", "trackio")
 # How the work is spread over processes; a run may be resumed with other values.
 PARALLEL = ("ep", "policy", "slots", "capacity", "rank_timeout")
+# What changes nothing of the training; a run may be resumed with other values.
+OUTSIDE = ("threads", "report_to", *PARALLEL)
 
 
 def described(default: Any, text: str) -> Any:
@@ -58,6 +61,11 @@ class TrainConfig:
     trace: bool = described(
         False, "record how many pairs each rank sends to each expert, of every layer and microbatch, in trace/"
     )
+    report_to: str = described(
+        "tensorboard",
+        "who gets the metrics beside metrics.jsonl: one or more of tensorboard, wandb and trackio, with commas between "
+        "them, or none",
+    )
     ep: int = described(
         1, "processes that share the experts, each with its part of every batch; started here, or by torchrun"
     )
@@ -97,6 +105,7 @@ class TrainConfig:
             raise ValueError("lr=0 trains nothing; give a number above 0")
         if self.lr_schedule not in SCHEDULES:
             raise ValueError(f"lr_schedule={self.lr_schedule!r} is not known; choose one of {', '.join(SCHEDULES)}")
+        self._check_reporters()
         self._check_parallel()
         if self.save_every % self.log_every and self.save_every < self.steps:
             raise ValueError(
@@ -105,6 +114,21 @@ class TrainConfig:
             )
         if self.recalibration.seed != self.seed:
             object.__setattr__(self, "recalibration", replace(self.recalibration, seed=self.seed))
+
+    @property
+    def reporters(self) -> tuple[str, ...]:
+        """The names in ``report_to``; empty for ``none``."""
+        return tuple(name.strip() for name in self.report_to.split(",")) if self.report_to != "none" else ()
+
+    def _check_reporters(self) -> None:
+        known = f"one or more of {', '.join(REPORTERS)} with commas between them, or none"
+        if not isinstance(self.report_to, str):
+            raise ValueError(f"report_to={self.report_to!r} must be a string: {known}")
+        for name in self.reporters:
+            if name not in REPORTERS:
+                raise ValueError(f"report_to={self.report_to!r}: {name!r} is not known here; give {known}")
+            if self.reporters.count(name) > 1:
+                raise ValueError(f"report_to={self.report_to!r} names {name} twice; give {known}")
 
     def _check_parallel(self) -> None:
         if self.policy not in POLICIES:
@@ -132,6 +156,8 @@ class TrainConfig:
             ValueError: for a missing or unknown field.
         """
         known = {f.name for f in fields(cls)}
+        # What runs of before this setting did; it changes nothing of the training.
+        values = {"report_to": "tensorboard", **values}
         if set(values) != known:
             odd = ", ".join(sorted(set(values) ^ known))
             raise ValueError(f"these settings are not of this version of lrmoe (missing or unknown: {odd})")

@@ -19,6 +19,7 @@ OWN_ENTRIES = (
     "report.html",
     "checkpoints",
     "tensorboard",
+    "wandb",
     "trace",
     "pretrained",
     "runs",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,17 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
-from transformers.integrations import TensorBoardCallback
 
 import lrmoe
 from lrmoe.control import Recalibrator
 from lrmoe.hosts.trainer_callback import engine_of
 from lrmoe.hosts.transformers import RecalibrationCallback, set_balancer
 from lrmoe.training.checkpoints import newest_checkpoint
-from lrmoe.training.config import PARALLEL, TrainConfig
+from lrmoe.training.config import OUTSIDE, TrainConfig
 from lrmoe.training.files import check_out_folder, clear_run, locked, read_json, write_json
 from lrmoe.training.presets import check_length, load_model
 from lrmoe.training.recorder import LossMeter, Progress, RunRecorder
+from lrmoe.training.reporters import Run, check_reporters, reporting
 from lrmoe.training.sharded import check_ranks, check_sharding, load_parts
 from lrmoe.training.summary import summarize
 from lrmoe.training.text import TokenText, TrainingOrder, ValidationSet, read_documents, tokenize
@@ -92,6 +92,7 @@ def check(config: TrainConfig, out: Path, *, size: int, resume: bool = False, ov
         ValueError: naming what is wrong and the mend.
     """
     check_ranks(config, size)
+    check_reporters(config)
     check_out_folder(out, command="train", resume=resume, overwrite=overwrite)
     stored = read_json(out / "config.json") if resume else None
     if stored is not None:
@@ -116,6 +117,8 @@ def prepare(
     world = world or World()
     if config.ep > 1 and world.size == 1:
         raise ValueError(f"ep={config.ep} needs {config.ep} processes; start the run with lrmoe train or torchrun")
+    if world.is_main:
+        check_reporters(config)
     check_out_folder(out, command="train", resume=resume, overwrite=overwrite)
     stored = read_json(out / "config.json") if resume else None
     if stored is not None:
@@ -137,14 +140,14 @@ def prepare(
 
 
 def check_same_settings(stored: dict[str, Any], given: dict[str, Any], out: Path) -> None:
-    """Checks that a run is resumed with the settings it began with; only what spreads the work may change: the number
-    of threads, and the ranks and how they are balanced.
+    """Checks that a run is resumed with the settings it began with; only what changes nothing of the training may
+    change: the number of threads, the reporters, and the ranks and how they are balanced.
 
     Raises:
         ValueError: naming the fields that differ.
     """
     stored, given = ({**values, **values["recalibration"]} for values in (stored, given))
-    keys = [key for key in {**stored, **given} if key not in ("recalibration", "threads", *PARALLEL)]
+    keys = [key for key in {**stored, **given} if key not in ("recalibration", *OUTSIDE)]
     different = [f"{k}={stored.get(k)!r}, now {given.get(k)!r}" for k in keys if stored.get(k) != given.get(k)]
     if different:
         raise ValueError(
@@ -162,8 +165,8 @@ def check_same_corpus(stored: dict[str, Any], given: dict[str, Any], out: Path) 
 
 
 def train(prepared: Prepared, *, progress: Progress | None = None, report: bool = True) -> dict[str, Any]:
-    """Trains, and writes ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``tensorboard/``, ``summary.json`` and
-    ``report.html`` into the run folder.
+    """Trains, and writes ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``summary.json`` and ``report.html``
+    into the run folder, and tells ``config.report_to``.
 
     Args:
         prepared: from :func:`prepare`; used up.
@@ -238,7 +241,7 @@ def _run(prepared: Prepared, progress: Progress | None) -> RunRecorder:
     recorder = RunRecorder(recalibration, out / "metrics.jsonl", losses, progress, world)
     recorder.continue_from(start)
     tracers = _tracers(prepared, start)
-    with _tensorboard(out, purge_step=start, world=world) as tensorboard:
+    with _reporters(prepared, recalibration, start) as reporters:
         trainer = RunTrainer(
             world=world,
             losses=losses,
@@ -256,7 +259,7 @@ def _run(prepared: Prepared, progress: Progress | None) -> RunRecorder:
             # Sequences have one length; the tokenizer's own collator would add a padding mask of ones.
             data_collator=default_data_collator,
             processing_class=loaded.tokenizer,
-            callbacks=[recorder, *tracers, *tensorboard],
+            callbacks=[recorder, *tracers, *reporters],
         )
         trainer.remove_callback(PrinterCallback)
         recalibration.add_to(trainer)
@@ -280,18 +283,14 @@ def _tracers(prepared: Prepared, start: int) -> list[TrainerCallback]:
     return [TraceRecorder(recal, writer, engine_of(recal))]
 
 
-@contextmanager
-def _tensorboard(out: Path, *, purge_step: int, world: World) -> Iterator[list[TensorBoardCallback]]:
-    if not world.is_main:
-        yield []
-        return
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(log_dir=str(out / "tensorboard"), purge_step=purge_step)
-    try:
-        yield [TensorBoardCallback(writer)]
-    finally:
-        writer.close()
+def _reporters(
+    prepared: Prepared, recalibration: RecalibrationCallback, start: int
+) -> AbstractContextManager[list[TrainerCallback]]:
+    """As :func:`reporting`, on the rank that writes; nobody on the others."""
+    if not prepared.world.is_main:
+        return nullcontext([])
+    config, out, resume = prepared.config, prepared.out, prepared.resume
+    return reporting(Run(config=config, out=out, start=start, resume=resume, recalibration=recalibration))
 
 
 @contextmanager

@@ -61,6 +61,7 @@ def training_arguments(config: TrainConfig, out: Path, world: World) -> Training
         remove_unused_columns=False,
         dataloader_pin_memory=False,
         log_level_replica="passive",
+        # Reporters are given as callbacks.
         report_to="none",
         disable_tqdm=True,
     )
