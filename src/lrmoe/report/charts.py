@@ -6,20 +6,33 @@ belongs to a variant carries ``meta.variant`` (its position), which the page's l
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable
 from typing import Any
 
 from lrmoe.report import series
+from lrmoe.report.palette import (
+    AXIS,
+    BLUE,
+    BORDER,
+    DEPTH,
+    GRID,
+    INK,
+    MUTED,
+    NEUTRAL,
+    ORANGE,
+    PALE,
+    PALE_BLUE,
+    PAPER,
+    ZERO,
+)
 from lrmoe.report.run_folder import Run, Training
 from lrmoe.report.text import escape, short_layer_names
-from lrmoe.report.variants import NEUTRAL, Look
+from lrmoe.report.variants import Look
 
 Figure = dict[str, Any]
-INK, MUTED, GRID = "#1c2430", "#525c6b", "#e4e8ee"
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 MAX_LAYER_LINES = 8
-# Light to dark, apart in lightness as well as hue; the deepest layer is the darkest.
-_DEPTH = ("#e0a100", "#d1752b", "#bd4f5a", "#974584", "#6b469a", "#454a9c", "#254a86", "#0b3c5d")
 
 
 def axis(title: str, **more: Any) -> Figure:
@@ -27,7 +40,7 @@ def axis(title: str, **more: Any) -> Figure:
         "title": {"text": title, "font": {"size": 13, "color": MUTED}, "standoff": 12},
         "gridcolor": GRID,
         "zerolinecolor": GRID,
-        "linecolor": "#aeb6c2",
+        "linecolor": AXIS,
         "tickfont": {"size": 12, "color": MUTED},
         "automargin": True,
         **more,
@@ -35,30 +48,37 @@ def axis(title: str, **more: Any) -> Figure:
 
 
 def layout(x_title: str, y_title: str, **more: Any) -> Figure:
-    """The frame all charts share; x is an optimizer step unless ``xaxis`` says otherwise."""
+    """The frame all charts share; x is an optimizer step unless ``xaxis`` says otherwise.
+
+    The title of y, with its unit, stands above the axis and reads across: beside it, it would take a narrow screen's
+    width.
+    """
+    above = {"text": y_title, "font": {"size": 13, "color": MUTED}, "automargin": False}
+    above |= {"x": 0, "xref": "container", "xanchor": "left", "y": 1, "yref": "container", "yanchor": "top"}
     return {
         "font": {"family": FONT, "size": 13, "color": INK},
-        "paper_bgcolor": "#ffffff",
-        "plot_bgcolor": "#ffffff",
-        "margin": {"l": 56, "r": 12, "t": 12, "b": 40},
+        "paper_bgcolor": PAPER,
+        "plot_bgcolor": PAPER,
+        "title": {**above, "pad": {"t": 6, "l": 2}},
+        "margin": {"l": 8, "r": 12, "t": 30 if y_title else 12, "b": 40},
         "height": 320,
         "hovermode": "x unified",
-        "hoverlabel": {"font": {"size": 12}, "bgcolor": "#ffffff", "bordercolor": "#c3cad5"},
+        "hoverlabel": {"font": {"size": 12, "color": INK}, "bgcolor": PAPER, "bordercolor": BORDER},
         "showlegend": False,
         "xaxis": axis(x_title, tickformat=",d", rangemode="tozero"),
-        "yaxis": axis(y_title),
+        "yaxis": axis(""),
         **more,
     }
 
 
-_TOP_LEGEND = {
-    "orientation": "h",
-    "x": 0,
-    "xanchor": "left",
-    "y": 1.02,
-    "yanchor": "bottom",
-    "font": {"size": 12},
-}
+def colours_of(*figures: Figure | None) -> list[tuple[str, str]]:
+    """Colour and plain name of each named trace of the first figure there is, for the key above a chart."""
+    traces: list[Figure] = next((figure["data"] for figure in figures if figure is not None), [])
+    return [
+        ((trace["marker"] if trace["type"] == "bar" else trace["line"])["color"], html.unescape(trace["name"]))
+        for trace in traces
+        if trace["type"] in ("scatter", "bar") and "name" in trace
+    ]
 
 
 def line(steps: list[int], values: series.Values, look: Look, name: str, *, digits: int, width: float = 2) -> Figure:
@@ -151,7 +171,7 @@ def loss_difference(run: Run, looks: dict[str, Look], baseline: str) -> Figure |
         return series.difference(*training.series("eval_loss"), *base.get(training.seed, ([], [])))
 
     frame = layout("optimizer step", "difference (nats per token)")
-    frame["yaxis"] |= {"tickformat": "+.3~f", "zeroline": True, "zerolinecolor": "#8791a1"}
+    frame["yaxis"] |= {"tickformat": "+.3~f", "zeroline": True, "zerolinecolor": ZERO}
     return variant_curves(run, looks, curve_of, frame, digits=4)
 
 
@@ -159,13 +179,13 @@ def single_loss(training: Training) -> Figure | None:
     """Training loss as logged and smoothed, and validation loss, of one run."""
     steps, loss = training.series("loss")
     eval_steps, eval_loss = training.series("eval_loss")
-    train, valid = Look(colour="#0067b1", dash="solid"), Look(colour="#c8500a", dash="solid")
+    train, valid = Look(colour=BLUE, dash="solid"), Look(colour=ORANGE, dash="solid")
     data = []
     if any(value is not None for value in series.finite(loss)):
         smoothed = line(steps, series.smooth(loss), train, "training loss", digits=4)
         if len(loss) >= 50:  # below that the smoothing window is one point
             logged = line(
-                steps, series.finite(loss), Look(colour="#b3cde0", dash="solid"), "as logged", digits=4, width=1
+                steps, series.finite(loss), Look(colour=PALE_BLUE, dash="solid"), "as logged", digits=4, width=1
             )
             data.append(logged)
             smoothed["name"] = "training loss, smoothed"
@@ -179,7 +199,7 @@ def single_loss(training: Training) -> Figure | None:
         return None
     return {
         "data": data,
-        "layout": layout("optimizer step", LOSS_UNIT, showlegend=True, legend=_TOP_LEGEND, height=380),
+        "layout": layout("optimizer step", LOSS_UNIT, height=360),
     }
 
 
@@ -202,12 +222,12 @@ def share_per_layer(trainings: list[Training], column: str, y_title: str, *, who
         return _layer_heat(shown, y_title)
     data = []
     for i, (label, curve) in enumerate(shown):
-        look = Look(colour=_DEPTH[round(i * (len(_DEPTH) - 1) / max(1, len(shown) - 1))], dash="solid")
+        look = Look(colour=DEPTH[round(i * (len(DEPTH) - 1) / max(1, len(shown) - 1))], dash="solid")
         # Layers with the same share lie on top of each other: earlier lines are wider, so that all stay visible.
         width = 1.75 + 1.5 * (len(shown) - 1 - i)
         data.append(line(curve.steps, curve.mean, look, label, digits=2, width=width))
         data[-1]["hovertemplate"] += " %"
-    frame = layout("optimizer step", y_title, showlegend=True, legend=_TOP_LEGEND)
+    frame = layout("optimizer step", y_title)
     lowest = min(value for _, curve in shown for value in curve.mean if value is not None)
     bottom = 0.0 if whole_range else lowest - max(0.2, 0.08 * (100 - lowest))
     # A little room above 100 %, so that a line there is seen whole.
@@ -258,9 +278,9 @@ def time_bars(names: list[str], forward: list[float], backward: list[float]) -> 
         }
 
     longest = max(*forward, *backward)
-    frame = layout("milliseconds a step", "", showlegend=True, legend=_TOP_LEGEND | {"traceorder": "normal"})
+    frame = layout("milliseconds a step", "")
     frame |= {"barmode": "group", "bargap": 0.3, "bargroupgap": 0.08, "hovermode": "closest"}
     frame["height"] = 110 + 64 * len(names)
     frame["xaxis"] |= {"range": [0, 1.05 * longest], "tickformat": ",~r"}
     frame["yaxis"] |= {"autorange": "reversed", "type": "category", "ticksuffix": "  "}
-    return {"data": [bars(forward, "forward", "#a9b4c4"), bars(backward, "backward", NEUTRAL)], "layout": frame}
+    return {"data": [bars(forward, "forward", PALE), bars(backward, "backward", NEUTRAL)], "layout": frame}

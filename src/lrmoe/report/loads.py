@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lrmoe.report.charts import Figure, axis, layout
 from lrmoe.report.run_folder import Point, Training
 from lrmoe.report.text import escape, short_layer_names
 
@@ -51,6 +52,15 @@ def load_maps(trainings: list[Training]) -> list[dict[str, Any]]:
             }
         )
     return maps
+
+
+def load_frame() -> Figure:
+    """The layout that the script of the page completes."""
+    frame = layout("", "", hovermode="closest", margin={"l": 8, "r": 12, "t": 50, "b": 52})
+    return frame | {
+        "xaxis": axis("", showgrid=False, zeroline=False),
+        "yaxis": axis("", showgrid=False, zeroline=False),
+    }
 
 
 def _points(training: Training) -> list[Point]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from lrmoe.report import series
+from lrmoe.report import frame, series
 from lrmoe.report.comparison import Row
 from lrmoe.report.text import counted, duration, escape, fixed, percent, signed, whole
 from lrmoe.report.view import Page
@@ -136,8 +136,7 @@ def facts(page: Page) -> str:
     parameters = (page.run.summary or {}).get("parameters")
     if isinstance(parameters, int):
         items.append(("Parameters", whole(parameters)))
-    terms = "".join(f"<div><dt>{term}</dt><dd>{escape(value)}</dd></div>" for term, value in items)
-    return f'<dl class="facts">{terms}</dl>'
+    return frame.facts(items)
 
 
 def _experts(page: Page) -> str | None:
@@ -178,9 +177,4 @@ def tiles(page: Page) -> str:
             f"a step; forward {duration(row.get('forward_seconds'))}",
         ),
     ]
-    cards = "".join(
-        f'<div class="card"><p class="label">{label}</p><p class="value">{value}</p>'
-        f'<p class="detail">{detail}</p></div>'
-        for label, value, detail in four
-    )
-    return f'<div class="tiles">{cards}</div>'
+    return frame.tiles(four)

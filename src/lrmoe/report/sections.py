@@ -17,7 +17,16 @@ def loss(page: Page) -> str:
     if not run.is_comparison:
         figure = charts.single_loss(run.trainings[0]) if run.trainings else None
         note = f"Cross-entropy of the next token; lower is better. {_validation_text(page)}"
-        body = card(page, "loss", "Training and validation loss", note, figure, "No finite loss was logged.", wide=True)
+        body = card(
+            page,
+            "loss",
+            "Training and validation loss",
+            note,
+            figure,
+            "No finite loss was logged.",
+            colours=charts.colours_of(figure),
+            wide=True,
+        )
         return f'<h2>Loss</h2><div class="grid">{body}</div>'
     band = " Line: mean over seeds; band: lowest to highest seed." if page.seeds > 1 else ""
     parts = [
@@ -64,6 +73,8 @@ def kept(page: Page) -> str:
         ]
         return choices or [None]
 
+    pairs = per_layer("kept_share", "kept pairs (%)", whole_range=True)
+    importance = per_layer("kept_importance_share", "kept sum of R (%)", whole_range=False)
     seeds = " Mean over seeds." if page.seeds > 1 else ""
     empty = "Not logged for this variant." if run.is_comparison else "No layer logged this."
     parts = [
@@ -72,16 +83,18 @@ def kept(page: Page) -> str:
             "kept_pairs",
             "Kept pairs per layer",
             "Share of a layer's token-expert pairs whose backward was computed." + seeds,
-            per_layer("kept_share", "kept pairs (%)", whole_range=True),
+            pairs,
             empty,
+            colours=charts.colours_of(*pairs),
         ),
         card(
             page,
             "kept_importance",
             "Kept importance per layer",
             "Share of the sum of importance R that the kept pairs hold." + seeds,
-            per_layer("kept_importance_share", "kept sum of R (%)", whole_range=False),
+            importance,
             empty,
+            colours=charts.colours_of(*importance),
         ),
         card(
             page,
@@ -208,7 +221,16 @@ def time(page: Page) -> str:
         of = f" of {reference}" if run.is_comparison else ""
         note += f" The whole step{of} took {duration(whole)} of wall clock."
     empty = "Not measured. The clock runs for layers on a CPU only: a GPU returns before its work is done."
-    body = card(page, "time", "Forward and backward of the MoE layers", note, figure, empty, wide=True)
+    body = card(
+        page,
+        "time",
+        "Forward and backward of the MoE layers",
+        note,
+        figure,
+        empty,
+        colours=charts.colours_of(figure),
+        wide=True,
+    )
     return f'<h2>Time</h2><div class="grid">{body}</div>'
 
 

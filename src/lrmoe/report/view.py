@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lrmoe.report.comparison import Row
+from lrmoe.report.frame import chart
+from lrmoe.report.palette import paint
 from lrmoe.report.run_folder import Run
 from lrmoe.report.text import escape
 from lrmoe.report.variants import Look
@@ -62,8 +65,8 @@ def swatch(look: Look) -> str:
     """A short sample of a variant's line. Colours and dashes are ours, nothing of the user's is in here."""
     pattern = {"solid": "none", "dash": "7 4", "dot": "2 3", "dashdot": "7 3 2 3", "longdash": "11 4"}[look.dash]
     return (
-        '<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true">'
-        f'<line x1="1" y1="5" x2="25" y2="5" stroke="{look.colour}" stroke-width="3" stroke-dasharray="{pattern}"/>'
+        '<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><line x1="1" y1="5" x2="25" y2="5" '
+        f'stroke-width="3" stroke="{paint(look.colour)}" stroke-dasharray="{pattern}"/>'
         "</svg>"
     )
 
@@ -80,18 +83,19 @@ def legend(page: Page) -> str:
     return f'<nav class="legend" aria-label="Variants shown in the charts"><span>Show</span>{buttons}</nav>'
 
 
-def card(page: Page, name: str, title: str, note: str, figure: object, empty: str, *, wide: bool = False) -> str:
-    """One chart with its heading and note, or what ``empty`` says where there is no figure (or no choice has one)."""
+def card(
+    page: Page,
+    name: str,
+    title: str,
+    reading: str,
+    figure: object,
+    empty: str,
+    *,
+    colours: Sequence[tuple[str, str]] = (),
+    wide: bool = False,
+) -> str:
+    """:func:`lrmoe.report.frame.chart`, its figure put into the page."""
     choices = figure if isinstance(figure, list) else [figure]
-    drawn = any(choices)
-    missing = f'<p class="empty"{" hidden" if choices[0] else ""}>{escape(empty)}</p>'
-    if not drawn or len(choices) == 1:
-        missing = "" if drawn else missing
-    plot = ""
-    if drawn:
+    if any(one is not None for one in choices):
         page.figures[name] = figure
-        plot = f'<div class="plot" data-figure="{name}" role="img" aria-label="{escape(title)}. {escape(note)}"></div>'
-    return (
-        f'<section class="card{" wide" if wide else ""}"><h3>{escape(title)}</h3><p class="note">{escape(note)}</p>'
-        f"{plot}{missing}</section>"
-    )
+    return chart(name, title, reading, figure=figure, empty=empty, colours=colours, wide=wide)

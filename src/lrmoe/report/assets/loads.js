@@ -1,51 +1,7 @@
-// Draws the figures of the page and wires its legend, its choices and the slider of the load map.
+// The load map: pairs of every expert of every layer, over the run or at one step.
 (() => {
   "use strict";
-  const report = JSON.parse(document.getElementById("report-data").textContent);
-  const touch = window.matchMedia("(pointer: coarse)").matches;
-  const config = { displaylogo: false, displayModeBar: false, responsive: true };
-  const hidden = new Set(); // positions of the variants that are switched off
-
-  function draw(element, figure) {
-    const layout = { ...figure.layout };
-    // On a touch screen a drag scrolls the page; elsewhere it zooms, and a double click shows everything again.
-    if (touch) layout.dragmode = false;
-    const data = figure.data.map((trace) => ({ ...trace, visible: !(trace.meta && hidden.has(trace.meta.variant)) }));
-    return Plotly.react(element, data, layout, config).then(() => { element.dataset.rendered = "true"; });
-  }
-
-  const plots = [...document.querySelectorAll(".plot[data-figure]")];
-  const figureOf = (element) => {
-    const figure = report.figures[element.dataset.figure];
-    return Array.isArray(figure) ? figure[Number(element.dataset.choice || 0)] : figure;
-  };
-  const redraw = (element) => {
-    const figure = figureOf(element);
-    const empty = element.parentElement.querySelector(".empty");
-    element.hidden = !figure;
-    if (empty) empty.hidden = Boolean(figure);
-    if (figure) draw(element, figure);
-  };
-
-  // Variants on and off, in every chart that draws variants.
-  document.querySelectorAll(".legend button").forEach((button) => {
-    button.addEventListener("click", () => {
-      const variant = Number(button.dataset.variant);
-      if (!hidden.delete(variant)) hidden.add(variant);
-      button.setAttribute("aria-pressed", String(!hidden.has(variant)));
-      plots.filter((p) => figureOf(p)?.data.some((t) => t.meta && "variant" in t.meta)).forEach(redraw);
-    });
-  });
-
-  // One choice of a variant for the charts that show one variant at a time.
-  document.querySelectorAll("select[data-for]").forEach((select) => {
-    const chosen = select.dataset.for.split(" ").flatMap((name) => [...document.querySelectorAll(`.plot[data-figure="${name}"]`)]);
-    const choose = () => chosen.forEach((element) => { element.dataset.choice = select.value; });
-    choose();
-    select.addEventListener("change", () => { choose(); chosen.forEach(redraw); });
-  });
-  plots.forEach(redraw);
-
+  const report = lrmoe.page;
   const map = document.getElementById("load-map");
   if (map) loadMap(map);
 
@@ -91,7 +47,7 @@
           type: "heatmap", z, x: [...Array(width).keys()], y: one.layers.map((_, i) => i),
           customdata: pairs.map((layer, i) => layer.map((n) => [number.format(n), one.names[i]])),
           zmin: 0, zmax: top, xgap: width > 80 ? 0 : 1, ygap: rows > 40 ? 0 : 1, hoverongaps: false,
-          colorscale: [[0, "#0b4f8a"], [even / 2, "#7fb0d8"], [even, "#f6f6f4"], [even + (1 - even) / 3, "#f2b36b"],
+          colorscale: [[0, "#0b4f8b"], [even / 2, "#7fb0d8"], [even, "#f6f6f4"], [even + (1 - even) / 3, "#f2b36b"],
             [even + (1 - even) * 2 / 3, "#cf6a1a"], [1, "#7a2f00"]],
           colorbar: { orientation: "h", x: 0, xanchor: "left", y: 1.02, yanchor: "bottom", len: 0.6, lenmode: "fraction", thickness: 10, xpad: 0, ypad: 4,
             outlinewidth: 0, title: { text: "load over the layer's mean", side: "top", font: { size: 12 } }, tickfont: { size: 12 },
@@ -109,11 +65,12 @@
             ticktext: one.layers.filter((_, i) => rows <= 40 || i % 4 === 0) },
         },
       };
-      draw(element, figure);
+      lrmoe.draw(element, figure);
     }
     for (const control of [training, view]) if (control) control.addEventListener("change", show);
     slider.addEventListener("input", show);
     slider.value = slider.max;
     show();
+    lrmoe.again(show);
   }
 })();
