@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 Selector = Literal["topq", "pps", "random", "auto"]
 Metric = Literal["lrm", "grad_norm", "abs_grad", "alpha_grad", "forward", "random"]
-Quota = Literal["expert", "level"]
+Quota = Literal["expert", "level", "pooled"]
 RouterGrad = Literal["exact", "sum_rule", "kept"]
 Save = Literal["preactivation", "input"]
 
@@ -27,7 +27,8 @@ class LRMoEConfig:
             ``"auto"`` takes ``topq`` for an expert whose sampling variance would be negligible, else ``pps``.
         metric: the importance R. ``"lrm"`` is alpha^2 ||g||^2 ||phi||^2; the others exist for ablations.
         quota: ``"expert"`` lets every expert keep the same share of its load; ``"level"`` takes all drops from
-            the most loaded experts.
+            the most loaded experts; ``"pooled"`` keeps as many pairs as ``"expert"`` on each rank, and the backward
+            splits them over the rank's experts by relative importance.
         router_grad: gradient of the routing weight of dropped pairs: ``"exact"`` (one more down-projection
             dgrad for them), ``"sum_rule"`` (from the layer's output, nearly free) or ``"kept"`` (zero).
         save: ``"preactivation"`` keeps every pair's up projection until the backward; ``"input"`` keeps only

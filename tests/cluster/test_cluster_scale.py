@@ -89,7 +89,13 @@ def test_case_27_kept_rows_are_read_where_they_lie() -> None:
     )
     grad_MD = torch.randn(3, width, generator=generator).to(torch.float16)
     recipe = Recipe(
-        activation="silu", selector="topq", metric="lrm", router_grad="exact", save="input", error_budget=None
+        activation="silu",
+        selector="topq",
+        metric="lrm",
+        quota="expert",
+        router_grad="exact",
+        save="input",
+        error_budget=None,
     )
     offs_E = torch.tensor([1, 2, 3], dtype=torch.int32)
 

@@ -68,10 +68,14 @@ def check(job: Job, spread: Spread, ranks: int, tolerance: float | None = None) 
     assert torch.equal(found.call.load_E, load_E)
     assert torch.equal(found.call.quota_E, rank_quotas(config.quota, load_E, homes, config.drop))
     assert error(found.out_TD, one.out_TD) <= tolerance
-    if config.error_budget is None:
+    if config.quota == "pooled":
+        assert torch.equal(kept_by_instance(job, spread, ranks, plan).sum(0), plan.quota_EG.sum(0))
+    elif config.error_budget is None:
         assert torch.equal(kept_by_instance(job, spread, ranks, plan), plan.quota_EG)
     # Experts on one instance that keeps as many pairs as on one process: the same pairs with the same weights.
     same = [e for e, hosts in enumerate(plan.hosts) if len(hosts) == 1 and found.call.quota_E[e] == one.call.quota_E[e]]
+    if config.quota == "pooled" and ranks > 1:
+        same = []  # A rank pools over what it hosts.
     for expert in same:
         mine_TK = problem.ids_TK == expert
         assert torch.equal(found.call.kept_TK[mine_TK], one.call.kept_TK[mine_TK])
@@ -144,7 +148,7 @@ def test_every_selector_keeps_what_one_process_keeps_and_exactly_its_quotas(rank
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_metric_and_level_quotas(ranks: int) -> None:
+def test_every_metric_level_and_pooled_quotas(ranks: int) -> None:
     some = [policies()[name] for name in ("fixed", "lrmoe, two slots", "random")]
     jobs = [
         job({"drop": 0.5, "metric": metric, "selector": selector}, policy, top_k=3)
@@ -156,6 +160,10 @@ def test_every_metric_and_level_quotas(ranks: int) -> None:
         job({"drop": drop, "quota": "level", "selector": selector}, policy)
         for (drop, selector), policy in itertools.product(((0.2, "topq"), (0.6, "pps")), policies().values())
     ]
+    jobs += [
+        job({"drop": 0.2, "quota": "pooled", "selector": selector}, policy, top_k=4)
+        for selector, policy in itertools.product(("topq", "pps"), some)
+    ]
     check_all(jobs, ranks)
 
 
@@ -165,6 +173,7 @@ def test_one_rank_is_the_local_path_bit_for_bit_and_every_run_repeats_itself(ran
         {"drop": drop, "selector": selector, "save": save, "quota": quota, "router_grad": router_grad}
         for drop, selector, save, quota, router_grad in itertools.chain(
             itertools.product((0.0, 0.4), ("pps",), SAVES, ("expert", "level"), ("sum_rule",)),
+            itertools.product((0.2,), ("pps", "topq"), ("input",), ("pooled",), ("sum_rule",)),
             itertools.product((0.4,), ("topq", "auto"), ("input",), ("expert",), ROUTER_GRADS),
         )
     ]

@@ -20,6 +20,7 @@ from lrmoe.ops import grouped_mm
 SELECTORS = ("topq", "pps", "random", "auto")
 ROUTER_GRADS = ("exact", "sum_rule", "kept")
 SAVES = ("preactivation", "input")
+QUOTAS = ("expert", "level", "pooled")
 ACTIVATIONS = ("silu", "gelu|interleaved", "gelu_tanh", "relu", "clamped_swiglu(alpha=1.702,limit=0.8)|interleaved")
 
 
@@ -40,7 +41,7 @@ def independent_loop(problem: Problem) -> Result:
     return Result(out_TD=out_TD.detach(), grads=dict(zip(leaves, grads, strict=True)))
 
 
-def exact_weights(problem: Problem, result: Result, selector: str) -> Tensor:
+def exact_weights(problem: Problem, result: Result, selector: str, quota: str = "expert") -> Tensor:
     """What fp64 weights the kept pairs must have, from the recorded scores; the record itself has them in fp32."""
     call = result.call
     assert call is not None
@@ -50,7 +51,8 @@ def exact_weights(problem: Problem, result: Result, selector: str) -> Tensor:
     for e in range(problem.num_experts):
         place = ((problem.ids_TK == e) & live_pairs(problem)).nonzero()
         r = [float(call.importance_TK[t, k]) ** 0.5 for t, k in place.tolist()]
-        q = int(call.quota_E[e])
+        # Pooled quotas are known by what was kept; see test_pooling for what they should be.
+        q = int(call.quota_E[e] if quota != "pooled" else call.kept_TK[problem.ids_TK == e].sum())
         p = pps_probabilities(r if selector == "pps" else [1.0] * len(r), q)
         for (t, k), pi in zip(place.tolist(), p, strict=True):
             if weight_TK[t, k]:
@@ -74,13 +76,13 @@ def test_without_drop_the_gradients_are_autograds(dtype: torch.dtype, save: Any)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_gradients_are_those_of_the_kept_and_weighted_pairs(dtype: torch.dtype, router_grad: Any, drop: float) -> None:
     problem = make(dtype=dtype, bias=True, top_k=3, seed=int(10 * drop))
-    for selector, quota, save in itertools.product(SELECTORS, ("expert", "level"), SAVES):
+    for selector, quota, save in itertools.product(SELECTORS, QUOTAS, SAVES):
         config = LRMoEConfig(drop=drop, selector=selector, quota=quota, save=save, router_grad=router_grad)
         found = run(problem, config, step=3, layer=1)
         assert found.call is not None
         assert int(found.call.kept_TK.sum()) == round((1 - drop) * problem.ids_TK.numel())
         if dtype == torch.float64 and selector != "auto":
-            weight_TK = exact_weights(problem, found, selector)
+            weight_TK = exact_weights(problem, found, selector, quota)
             assert torch.allclose(weight_TK.float(), found.call.weight_TK, rtol=1e-6)
             assert_equal(found, expected(problem, weight_TK, router_grad), 1e-10)
         else:
@@ -219,12 +221,34 @@ SHAPES: dict[str, dict[str, Any]] = {
 def test_every_shape(dtype: torch.dtype, shape: str) -> None:
     problem = make(dtype=dtype, bias=True, **SHAPES[shape])
     tolerance = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
-    for drop, quota, router_grad in itertools.product((0.0, 0.5, 0.95), ("expert", "level"), ROUTER_GRADS):
+    for drop, quota, router_grad in itertools.product((0.0, 0.5, 0.95), QUOTAS, ROUTER_GRADS):
         if dtype == torch.bfloat16 and router_grad == "sum_rule":
             continue  # Subtracts rounded numbers; see test_experts_router_gradient.
         found = run(problem, LRMoEConfig(drop=drop, quota=quota, router_grad=router_grad))
         assert found.call is not None
         assert_equal(found, expected(problem, found.call.weight_TK, router_grad), tolerance)
+
+
+def test_pooled_quotas_follow_the_gradients_of_the_experts() -> None:
+    """Experts whose gradient sits in few pairs give quota to the others; the sum stays."""
+    ids_TK = torch.arange(96).remainder(3).unsqueeze(1)
+    problem = make(ids_TK=ids_TK, experts=3)
+    problem.grad_TD[torch.arange(96).remainder(3).eq(0) & torch.arange(96).gt(20)] *= 1e-3
+    for selector in ("topq", "pps"):
+        found, even = (
+            run(problem, LRMoEConfig(drop=0.25, selector=selector, quota=quota)).call for quota in ("pooled", "expert")
+        )
+        assert found is not None
+        assert even is not None
+        kept_E, even_E = (torch.stack([c.kept_TK[ids_TK == e].sum() for e in range(3)]) for c in (found, even))
+        assert even_E.tolist() == [24, 24, 24]
+        assert kept_E[0] == 16
+        assert kept_E.sum() == 72
+        assert torch.equal(found.quota_E, even.quota_E)
+    exact = run(problem, LRMoEConfig(drop=0.0, quota="pooled"))
+    assert exact.call is not None
+    assert exact.call.kept_TK.all()
+    assert_equal(exact, expected(problem, torch.ones_like(problem.alpha_TK)), 1e-10)
 
 
 def test_a_loaded_expert_without_quota_gets_exact_zeros() -> None:

@@ -54,13 +54,13 @@ def test_backward_operator_is_registered_as_it_behaves() -> None:
     arguments = [a.detach() if isinstance(a, Tensor) else a for a in operator_arguments(problem, config)]
     out = torch.ops.lrmoe.routed_experts(*arguments)
     x_TD, _, alpha_TK, gate_up, down, gate_up_bias, down_bias, mask_T = arguments[:8]
-    activation, selector, metric, _, router_grad, save, error_budget, _ = arguments[11:]
+    activation, selector, metric, quota, router_grad, save, error_budget, _ = arguments[11:]
     for needs in ([True] * 6, [False, True, False, True, False, True]):
         torch.library.opcheck(
             torch.ops.lrmoe.routed_experts_backward.default,
             (
                 problem.grad_TD, x_TD, out[1], alpha_TK, gate_up, down, gate_up_bias, down_bias, mask_T, *out[2:],
-                out[-1], activation, selector, metric, router_grad, save, error_budget, needs,
+                out[-1], activation, selector, metric, quota, router_grad, save, error_budget, needs,
             ),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
@@ -241,7 +241,7 @@ def test_every_choice_of_the_configuration_runs() -> None:
     choices = {
         "selector": ("topq", "pps", "random", "auto"),
         "metric": ("lrm", "grad_norm", "abs_grad", "alpha_grad", "forward", "random"),
-        "quota": ("expert", "level"),
+        "quota": ("expert", "level", "pooled"),
         "error_budget": (None, 0.0, 0.05),
     }
     for values in itertools.product(*choices.values()):

@@ -14,8 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from recalibration.oracles import floored, pps_probabilities, source, top_q, variance
 
+from lrmoe.recalibration.design import design, rank
 from lrmoe.recalibration.segments import Segments
-from lrmoe.recalibration.selection import Kept, design, keep_all, rank, select
+from lrmoe.recalibration.selection import Kept, keep_all, select
 
 SELECTORS = ("topq", "pps", "random", "auto")
 NOW = (0, 0, 0, 0)

@@ -15,8 +15,9 @@ from recalibration.test_selection import layout, one
 from torch import Tensor
 
 from lrmoe import LRMoEConfig
+from lrmoe.recalibration.design import design, rank
 from lrmoe.recalibration.segments import Segments
-from lrmoe.recalibration.selection import design, rank, select
+from lrmoe.recalibration.selection import select
 
 SCORES = {
     "varied": [9.0, 3.0, 2.5, 2.0, 1.0, 1.0, 0.7, 0.5, 0.2, 0.1, 0.05, 0.0],

@@ -14,17 +14,19 @@ from lrmoe.recalibration.quota import level, quotas
 def rank_quotas(kind: Quota, load_E: Tensor, homes: Sequence[int], drop: float) -> Tensor:
     """int64 (E,), 0 <= quota <= load, of all of an expert's instances together.
 
-    ``expert`` is :func:`lrmoe.recalibration.quota.quotas`, whatever the ranks. ``level`` caps the loads of the *ranks*
-    at one height, so that only those above it drop, and every expert of a rank keeps the same share of its load (by
-    largest remainder, lower expert first; at least one row if it has any and the rank keeps as many). With one rank
-    ``level`` caps the experts' loads, as on one device.
+    ``expert`` is :func:`lrmoe.recalibration.quota.quotas`, whatever the ranks; so is ``pooled``, whose sum over a
+    rank's instances the rank's backward splits anew. ``level`` caps the loads of the *ranks* at one height, so that
+    only those above it drop, and every expert of a rank keeps the same share of its load (by largest remainder, lower
+    expert first; at least one row if it has any and the rank keeps as many). With one rank ``level`` caps the experts'
+    loads, as on one device.
 
-    The sum is round((1 - drop) N), N the sum of the loads, but where ``expert`` keeps one row of every loaded expert.
+    The sum is round((1 - drop) N), N the sum of the loads, but where ``expert`` and ``pooled`` keep one row of every
+    loaded expert.
     """
     num_ranks = max(homes) + 1
     if drop == 0.0:
         return load_E.clone()
-    if kind == "expert" or num_ranks == 1:
+    if kind != "level" or num_ranks == 1:
         return quotas(kind, load_E, drop)
     loads_G: list[list[int]] = [[] for _ in range(num_ranks)]
     for load, home in zip(load_E.tolist(), homes, strict=True):

@@ -16,10 +16,11 @@ from lrmoe.experts.compacted import Activations, Bank, Needs, Recipe, Rows, kept
 from lrmoe.experts.meter import BackwardCall, BackwardStats, Meter, is_recording, record
 from lrmoe.ops.permute import add_to_tokens
 from lrmoe.recalibration import draws
+from lrmoe.recalibration.design import design, rank
 from lrmoe.recalibration.importance import gradient_norms, pair_scores, token_factors
 from lrmoe.recalibration.router_grad import sum_rule
 from lrmoe.recalibration.segments import Segments
-from lrmoe.recalibration.selection import Kept, design, keep_all, rank, select
+from lrmoe.recalibration.selection import Kept, keep_all, select
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +63,7 @@ def backward_pass(grad_TD: Tensor, saved: Saved, recipe: Recipe, needs: Needs, m
                 selector=recipe.selector,
                 source=ordered.source,
                 error_budget=recipe.error_budget,
+                pooled=recipe.quota == "pooled",
             )
     if meter is not None or is_recording():
         _report(meter, kept, score_N, grad_TD, saved, recipe, ordered)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lrmoe.config import Metric, RouterGrad, Save, Selector
+from lrmoe.config import Metric, Quota, RouterGrad, Save, Selector
 from lrmoe.experts import activations
 from lrmoe.ops.glu import glu_backward, glu_forward
 from lrmoe.ops.grouped_mm import add_group_rows, grouped_mm, grouped_sum, grouped_wgrad
@@ -28,6 +28,7 @@ class Recipe:
     activation: str
     selector: Selector
     metric: Metric
+    quota: Quota
     router_grad: RouterGrad
     save: Save
     error_budget: float | None

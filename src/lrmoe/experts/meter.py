@@ -27,8 +27,9 @@ class BackwardCall:
     """One backward of one layer. T tokens, K choices, E experts.
 
     ``kept_TK`` bool; ``weight_TK`` fp32, 0 where dropped; ``importance_TK`` fp64, the metric R the selection used
-    (0 for masked pairs); ``quota_E`` and ``load_E`` int64. ``kept_TK.sum()`` exceeds ``quota_E.sum()`` only where an
-    expert had more non-finite scores than quota (they are always kept) or an error budget raised the quota.
+    (0 for masked pairs); ``quota_E``, as the forward set it, and ``load_E`` int64. ``kept_TK.sum()`` exceeds
+    ``quota_E.sum()`` only where an expert had more non-finite scores than quota (they are always kept) or an error
+    budget raised the quota; with ``quota="pooled"`` single experts keep more or fewer.
     """
 
     step: int

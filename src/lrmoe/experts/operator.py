@@ -282,6 +282,7 @@ def _backward(
     activation: str,
     selector: str,
     metric: str,
+    quota: str,
     router_grad: str,
     save: str,
     error_budget: float | None,
@@ -309,6 +310,7 @@ def _backward(
         activation=activation,
         selector=cast(Selector, selector),
         metric=cast(Metric, metric),
+        quota=cast(Quota, quota),
         router_grad=cast(RouterGrad, router_grad),
         save=cast(Save, save),
         error_budget=error_budget,
@@ -345,13 +347,13 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x_TD, _, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T = inputs[:8]
-    activation, selector, metric, _, router_grad, save, error_budget, _ = inputs[11:]
+    activation, selector, metric, quota, router_grad, save, error_budget, _ = inputs[11:]
     _, own_out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint = output
     ctx.save_for_backward(
         x_TD, own_out_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
         h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint,
     )  # fmt: skip
-    ctx.recipe = (activation, selector, metric, router_grad, save, error_budget)
+    ctx.recipe = (activation, selector, metric, quota, router_grad, save, error_budget)
     # Eight bytes that no checkpoint recomputes: they tell whether a recompute routed as its forward did.
     ctx.forward_fingerprint = fingerprint
     ctx.mark_non_differentiable(*output[1:])

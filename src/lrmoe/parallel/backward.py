@@ -137,6 +137,7 @@ class DistributedBackward:
                 selector=recipe.selector,
                 source=source,
                 error_budget=recipe.error_budget,
+                pooled=recipe.quota == "pooled",
             )
         if self.call.meter is not None:
             lrm_R = score_R if recipe.metric == "lrm" else scores("lrm", -1)

@@ -410,6 +410,7 @@ class ExpertParallel:
                 activation=activation,
                 selector=config.selector,
                 metric=config.metric,
+                quota=config.quota,
                 router_grad=config.router_grad,
                 save=config.save,
                 error_budget=config.error_budget,

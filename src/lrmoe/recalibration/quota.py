@@ -17,10 +17,11 @@ def quotas(kind: Quota, load_E: Tensor, drop: float) -> Tensor:
     ``expert``: every expert keeps the share 1 - drop of its load, by largest remainder, and at least one pair if it
     has any (with more loaded experts than pairs to keep, each keeps one, and the total is their number).
     ``level``: only the most loaded drop, down to a common cap.
+    ``pooled``: as ``expert``; the backward splits their sum anew (:mod:`lrmoe.recalibration.pooling`).
     """
     # In fp64, which an int64 tensor times a float would not be.
     target = torch.floor((1.0 - drop) * load_E.sum().to(torch.float64) + 0.5).to(torch.int64)
-    return _same_share(load_E, drop, target) if kind == "expert" else level(load_E, target)
+    return level(load_E, target) if kind == "level" else _same_share(load_E, drop, target)
 
 
 def _same_share(load_E: Tensor, drop: float, target: Tensor) -> Tensor:
@@ -28,9 +29,8 @@ def _same_share(load_E: Tensor, drop: float, target: Tensor) -> Tensor:
     loaded_E = (load_E > 0).to(torch.int64)
     quota_E = torch.maximum(share_E.floor().to(torch.int64), loaded_E)
     missing = target - quota_E.sum()
-    # Largest remainder, lower index first; experts already lifted to one pair have a negative remainder.
-    by_remainder_E = torch.argsort(share_E - quota_E, descending=True, stable=True)
-    filled_E = quota_E + _first(by_remainder_E, missing) * (quota_E < load_E)
+    # Experts already lifted to one pair have a negative remainder.
+    filled_E = round_up(quota_E, share_E - quota_E, load_E, missing)
     # Lifting the smallest can overshoot the target; what is too much is taken from the largest.
     levelled_E = loaded_E + level(quota_E - loaded_E, torch.clamp(target - loaded_E.sum(), min=0))
     return torch.where(missing >= 0, filled_E, levelled_E)
@@ -53,6 +53,13 @@ def level(load_E: Tensor, target: Tensor) -> Tensor:
     room_E = load_E > cap
     by_load_E = torch.argsort(torch.where(room_E, load_E, -1), descending=True, stable=True)
     return quota_E + _first(by_load_E, target - quota_E.sum()) * room_E
+
+
+def round_up(quota_E: Tensor, remainder_E: Tensor, load_E: Tensor, missing: Tensor) -> Tensor:
+    """One more for the ``missing`` largest remainders, lower index first, where the load allows it."""
+    room_E = quota_E < load_E
+    by_remainder_E = torch.argsort(torch.where(room_E, remainder_E, -torch.inf), descending=True, stable=True)
+    return quota_E + _first(by_remainder_E, missing) * room_E
 
 
 def _first(order_E: Tensor, count: Tensor) -> Tensor:
