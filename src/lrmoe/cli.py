@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import lrmoe
-from lrmoe.commands.options import TYPES, need, path
+from lrmoe.commands.options import TYPES, integers, need, number_or_none, path
 from lrmoe.config import LRMoEConfig, Metric, Quota, RouterGrad, Save, Selector
 
 # The packages of the extra "train".
 _EXTRA = ("transformers", "accelerate", "plotly", "tensorboard", "rich", "numpy")
 
 # Options of the recalibration; --seed and --steps also give it its seed and the length of the run.
-_RECALIBRATION: dict[str, tuple[type, tuple[str, ...] | None, str]] = {
+_RECALIBRATION: dict[str, tuple[Callable[[str], Any], tuple[str, ...] | None, str]] = {
     "drop": (float, None, "fraction of token-expert pairs the backward may leave out, in [0, 1)"),
     "selector": (str, get_args(Selector), "which pairs of an expert fill its quota"),
     "metric": (str, get_args(Metric), "the importance of a pair"),
@@ -31,12 +31,15 @@ _RECALIBRATION: dict[str, tuple[type, tuple[str, ...] | None, str]] = {
     "warmup_steps": (int, None, "steps without drop at the start"),
     "ramp_steps": (int, None, "steps over which the drop then rises"),
     "final_dense_steps": (int, None, "steps without drop at the end"),
+    "guard_variance": (number_or_none, None, "V*/sum R above which a layer stops dropping for a while; none for never"),
+    "guard_tail": (number_or_none, None, "the same for topq: limit of the dropped share of sum R; none for never"),
 }
 # Verbs of lrmoe.commands.
-_PAPER = {
+_MODULES = {
     "balance": "Plan loads under each balancing policy, or play a run to them.",
     "plan": "Say what of a model fits on a cluster, under which policy, slots, drop and save mode, and how fast.",
     "pressure": "Grow the batch under a hard memory budget, and see what completes under each policy.",
+    "study": "Ask whether the loss holds: which pairs, how many, when; for the models here or for one of yours.",
 }
 
 
@@ -73,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _fail(verb, message)
         return 1
     except KeyboardInterrupt:
-        print(f"{verb}: interrupted; continue with --resume", file=sys.stderr)
+        how = "give the same command again to continue" if verb == "lrmoe study" else "continue with --resume"
+        print(f"{verb}: interrupted; {how}", file=sys.stderr)
         return 130
 
 
@@ -100,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_recalibration_options(train)
 
     compare = verb("compare", _compare, "Train variants from the same weights on the same data, and compare them.")
-    _add_run_options(compare, without=("seed", "keep_checkpoints", "trace", *PARALLEL))
+    _add_run_options(compare, without=("seed", "keep_checkpoints", "trace", "report_to", *PARALLEL))
     _add_recalibration_options(compare)
     compare.add_argument(
         "--variant",
@@ -110,7 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         help='a variant to train, e.g. "C20 pps: drop=0.2 selector=pps"; repeat for more; options of the same names '
         "apply to all variants that do not set them; default: no drop, and 20 %% by pps, topq and random",
     )
-    compare.add_argument("--seeds", type=_integers, metavar="N,N,...", help="seeds to train each variant with (0,1,2)")
+    compare.add_argument("--seeds", type=integers, metavar="N,N,...", help="seeds to train each variant with (0,1,2)")
     compare.add_argument("--start-from", metavar="FOLDER", help="checkpoint or run folder that all variants start from")
     compare.add_argument("--pretrain-steps", type=int, metavar="N", help="steps without drop, before the variants part")
     compare.add_argument("--jobs", type=int, metavar="N", help="runs at a time, with one thread each if above 1 (1)")
@@ -118,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     report = verb("report", _report, "Write report.html again from the records of a run folder.")
     report.add_argument("run", type=path, metavar="DIR", help="what train or compare wrote")
 
-    for name, text in _PAPER.items():
+    for name, text in _MODULES.items():
         # One module a verb; what it imports is imported when the options are listed or it runs.
         module = importlib.import_module(f"lrmoe.commands.{name}")
         module.add_options(verb(name, module.run, text))
@@ -149,11 +153,12 @@ def _add_run_options(parser: argparse.ArgumentParser, without: tuple[str, ...]) 
             continue
         default = "" if field.default is None else f" ({field.default})"
         kind = str(field.type).partition(" ")[0]
+        shown = {"report_to": "NAME,..."}.get(field.name, {"int": "N", "float": "X"}.get(kind, "PATH"))
         parser.add_argument(
             option,
             type=TYPES.get(kind, str),
             choices=choices.get(field.name),
-            metavar=None if field.name in choices else ("N" if kind == "int" else "X" if kind == "float" else "PATH"),
+            metavar=None if field.name in choices else shown,
             help=text + default,
         )
 
@@ -167,16 +172,9 @@ def _add_recalibration_options(parser: argparse.ArgumentParser) -> None:
             "--" + name.replace("_", "-"),
             type=kind,
             choices=choices,
-            metavar=None if choices else ("X" if kind is float else "N"),
+            metavar=None if choices else ("N" if kind is int else "X"),
             help=text if default is None else f"{text} ({default})",
         )
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 0,1,2") from None
 
 
 def _take_recalibration(given: dict[str, Any]) -> dict[str, Any]:

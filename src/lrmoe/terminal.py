@@ -2,27 +2,70 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 console = Console(highlight=False, soft_wrap=True)
 
 
-class Steps(Protocol):
-    """Told of every step and every record of a run; ``name`` is empty where there is one run only."""
+class Steps:
+    """Told of every step and every record of the runs; ``name`` is empty where there is one run only."""
 
-    def __call__(self, name: str, step: int, record: Mapping[str, Any] | None) -> None: ...
+    def __init__(self, bar: Progress, task: TaskID, total: int) -> None:
+        self._bar, self._task, self._total = bar, task, total
+        self._done: dict[str, int] = {}
+        self._since = time.monotonic()
+
+    def expect(self, steps: int) -> Steps:
+        """Says that so many more steps are to come; returns itself."""
+        self._total += steps
+        self._bar.update(self._task, total=self._total)
+        return self
+
+    def __call__(self, name: str, step: int, record: Mapping[str, Any] | None) -> None:
+        self._done[name] = step
+        done = sum(self._done.values())
+        self._bar.update(self._task, completed=done)
+        if record is None:
+            return
+        state = _state(name, record)
+        self._bar.update(self._task, state=escape(state))
+        if not console.is_terminal and "eval_loss" in record:
+            console.print(escape(f"step {step}: {state}{self._left(done)}"))
+
+    def _left(self, done: int) -> str:
+        """What a bar would say of the whole, once there are several runs to it."""
+        if len(self._done) < 2 or done >= self._total:
+            return ""
+        seconds = (time.monotonic() - self._since) * (self._total - done) / done
+        return f"  ({100 * done / self._total:.0f} %, about {minutes(seconds)} left)"
+
+
+def minutes(seconds: float) -> str:
+    """A duration as a person says it."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager
-def progress_bar(label: str, total: int) -> Iterator[Steps]:
-    """A bar over all optimizer steps, with the last loss and kept share beside it.
+def progress_bar(label: str, total: int = 0) -> Iterator[Steps]:
+    """A bar over all optimizer steps, with the time left and the last loss and kept share beside it.
 
     Where the output is no terminal, a line is printed for each validation instead.
     """
@@ -34,21 +77,8 @@ def progress_bar(label: str, total: int) -> Iterator[Steps]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[state]}"),
     )
-    done: dict[str, int] = {}
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(escape(label), total=total, state="")
-
-        def update(name: str, step: int, record: Mapping[str, Any] | None) -> None:
-            done[name] = step
-            bar.update(task, completed=sum(done.values()))
-            if record is None:
-                return
-            state = _state(name, record)
-            bar.update(task, state=escape(state))
-            if not console.is_terminal and "eval_loss" in record:
-                console.print(escape(f"step {step}: {state}"))
-
-        yield update
+        yield Steps(bar, bar.add_task(escape(label), total=total, state=""), total)
 
 
 def _state(name: str, record: Mapping[str, Any]) -> str:

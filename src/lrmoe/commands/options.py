@@ -20,6 +20,29 @@ def path(text: str) -> Path:
     return Path(text)
 
 
+def integers(text: str) -> tuple[int, ...]:
+    """A list of integers, separated by commas."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers such as 0,1,2") from None
+
+
+def words(text: str) -> tuple[str, ...]:
+    """A list of names, separated by commas."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def number_or_none(text: str) -> float | None:
+    """A number, or None for the word none."""
+    if text.lower() == "none":
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor none") from None
+
+
 def need(*packages: str) -> None:
     """Looks for packages before anything is written; what is missing is reported by :func:`lrmoe.cli.main`."""
     for package in packages:

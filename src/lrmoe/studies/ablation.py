@@ -111,5 +111,4 @@ STUDY = GridStudy(
     first=comparisons,
     conclude=conclude,
     figures=figures,
-    regimes=REGIMES,
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from lrmoe.studies.grid import BASELINE, Comparison, GridStudy, Row, Rows, of, rate_figure, told
+from lrmoe.studies.grid import BASELINE, Comparison, GridStudy, Row, Rows, gap, of, rate_figure, told
 from lrmoe.studies.regimes import StudyConfig, regime
 from lrmoe.studies.results import Figure
 from lrmoe.studies.variants import Variant
 
-TAUS = (0.01, 0.025, 0.05, 0.1)
+TAUS = (0.01, 0.03, 0.1)
 # The budget decides; the rate only bounds what a single expert may leave out.
 CEILING = 0.8
 
@@ -70,10 +70,9 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
                 f"tau {tau:g} drops {dropped:.1f} % of the pairs in the mean and costs {told(budget)}"
                 + (f"; a fixed rate that drops as much costs {told(rate)}." if rate else ".")
             )
-            if rate and None not in (budget["difference"], rate["difference"]):
-                gap = budget["difference"] - rate["difference"]
-                error = (budget["error"] or 0.0) + (rate["error"] or 0.0)
-                (ahead if gap < -error else behind if gap > error else even).append(f"{tau:g}")
+            beyond = gap(budget, rate)
+            if beyond is not None:
+                (ahead if beyond.sign < 0 else behind if beyond.sign > 0 else even).append(f"{tau:g} ({beyond})")
     advice = []
     if ahead:
         advice.append(f"A budget loses less than a fixed rate with the same work at tau {', '.join(ahead)}.")

@@ -69,7 +69,6 @@ class GridStudy:
         then: further ones that depend on the rows of the first, by their names; default none.
         conclude: plain sentences, and advice, from the rows of all comparisons.
         figures: from the same.
-        regimes: those it runs in unless told otherwise.
     """
 
     name: str
@@ -79,7 +78,6 @@ class GridStudy:
     conclude: Callable[[Mapping[str, Rows]], tuple[list[str], list[str]]]
     then: Callable[[StudyConfig, Mapping[str, Rows]], list[Comparison]] = lambda config, rows: []
     figures: Callable[[Sequence[Comparison], Mapping[str, Rows]], list[Figure]]
-    regimes: tuple[str, ...] = ("scratch",)
 
 
 def add_verdict(row: Row, base: Row, loss: str) -> Row:
@@ -170,6 +168,40 @@ def rate_figure(comparison: Comparison, rows: Rows, groups: Mapping[str, Callabl
 def of(rows: Rows, name: str) -> Row | None:
     """The row of a variant, or None where it was not run."""
     return next((row for row in rows if row["variant"] == name), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gap:
+    """How much more one variant loses than another.
+
+    Attributes:
+        mean: of the seeds' paired differences.
+        error: its standard error; None for one seed.
+    """
+
+    mean: float
+    error: float | None
+
+    @property
+    def sign(self) -> int:
+        """1 or -1 where the gap is larger than twice its standard error, else 0, also for one seed."""
+        if self.error is None or abs(self.mean) <= 2 * self.error:
+            return 0
+        return 1 if self.mean > 0 else -1
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f}" + (" (one seed)" if self.error is None else f" ± {self.error:.4f}")
+
+
+def gap(row: Row | None, other: Row | None) -> Gap | None:
+    """What ``row`` loses beyond ``other``, seed by seed; None where one of them was not run or has no finite loss."""
+    if row is None or other is None or not row["each"] or len(row["each"]) != len(other["each"]):
+        return None
+    pairs = [mine - its for mine, its in zip(row["each"], other["each"], strict=True)]
+    if not all(map(math.isfinite, pairs)):
+        return None
+    error = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else None
+    return Gap(mean=sum(pairs) / len(pairs), error=error)
 
 
 def told(row: Row) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, of, rate_figure, told
+from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, gap, of, rate_figure, told
 from lrmoe.studies.regimes import StudyConfig, regime
 from lrmoe.studies.results import Figure
 from lrmoe.studies.variants import parse_variants
@@ -31,18 +31,15 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
             found = {kind: row for kind in KINDS if (row := of(table, f"C{rate} {kind}"))}
             each = ", ".join(f"{kind} {told(row)} (V*/ΣR {row['variance_share']:.4f})" for kind, row in found.items())
             said.append(f"At {rate} % ({name.replace('_', ' ')}): {each}.")
-            usual = found.get("expert")
-            for kind, row in found.items():
-                if usual is None or kind == "expert" or None in (row["difference"], usual["difference"]):
-                    continue
-                gap = row["difference"] - usual["difference"]
-                error = (row["error"] or 0.0) + (usual["error"] or 0.0)
-                if gap < -error:
-                    advice.append(f'At {rate} % quota="{kind}" ends {-gap:.4f} lower than "expert", beyond the errors.')
-                elif gap > error:
-                    advice.append(f'At {rate} % quota="{kind}" ends {gap:.4f} higher than "expert": leave it.')
+            for kind in KINDS[1:]:
+                beyond = gap(found.get(kind), found.get("expert"))
+                if beyond is not None and beyond.sign:
+                    what = "costs more than" if beyond.sign > 0 else "loses less than"
+                    advice.append(f'At {rate} % quota="{kind}" {what} "expert": {beyond}.')
     if not advice:
-        advice.append('Leave quota="expert", the default: no other split differs from it by more than the errors.')
+        advice.append(
+            'Leave quota="expert", the default: no other split differs from it by more than twice the standard error.'
+        )
     return said, advice
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, of, rate_figure, told
@@ -33,8 +34,8 @@ def recipes(batch: int) -> dict[str, tuple[str, dict[str, Any]]]:
 
 
 def comparisons(config: StudyConfig) -> list[Comparison]:
-    """The same variants under each recipe."""
-    place = regime("scratch", config)
+    """The same variants under each recipe, over half the steps: what is compared are the recipes with each other."""
+    place = regime("scratch", replace(config, steps=max(20, config.steps // 2)))
     return [
         Comparison(
             regime=place, name=name, title=title, changes=changes, variants=tuple(parse_variants(list(VARIANTS)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, of, rate_figure, told
+from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, gap, of, rate_figure, told
 from lrmoe.studies.regimes import StudyConfig, regime
 from lrmoe.studies.results import Figure
 from lrmoe.studies.variants import parse_variants
@@ -32,20 +32,18 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
             found = {kind: of(table, f"C{rate} {kind}") for kind in KINDS}
             each = ", ".join(f"{kind} {told(row)}" for kind, row in found.items() if row)
             said.append(f"At {rate} % ({name.replace('_', ' ')}): {each}.")
-            exact, rule = found["exact"], found["sum_rule"]
-            if exact and rule and exact["difference"] is not None and rule["difference"] is not None:
-                gap = rule["difference"] - exact["difference"]
-                error = (exact["error"] or 0.0) + (rule["error"] or 0.0)
-                if gap > error:
-                    advice.append(
-                        f'At {rate} % set router_grad="exact": the sum rule costs {gap:.4f} more than the exact '
-                        "gradient, beyond the standard errors of both."
-                    )
-                else:
-                    advice.append(
-                        f"At {rate} % the sum rule, the default, is enough: it ends {gap:+.4f} from the exact "
-                        f"gradient, standard errors add up to {error:.4f}."
-                    )
+            behind = gap(found["sum_rule"], found["exact"])
+            if behind is None:
+                continue
+            if behind.sign > 0:
+                advice.append(f'At {rate} % set router_grad="exact": the sum rule costs {behind} more.')
+            else:
+                advice.append(
+                    f"At {rate} % stay with the sum rule, the default: against the exact gradient it ends {behind}, "
+                    "which is not told from nothing."
+                    if behind.sign == 0
+                    else f"At {rate} % stay with the sum rule, the default: it ends {behind} from the exact gradient."
+                )
     return said, advice
 
 

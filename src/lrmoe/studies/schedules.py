@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, of, rate_figure, told
+from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, gap, of, rate_figure, told
 from lrmoe.studies.regimes import StudyConfig, regime
 from lrmoe.studies.results import Figure
 from lrmoe.studies.variants import parse_variants
@@ -62,13 +62,13 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
             if best is plain:
                 advice.append(f"At {rate} % no schedule does better than dropping from the start.")
                 continue
-            gap = plain["difference"] - best["difference"]
-            error = (plain["error"] or 0.0) + (best["error"] or 0.0)
-            strong = "beyond" if gap > error else "which is within"
-            advice.append(
-                f"At {rate} % “{best['variant'].partition(' ')[2]}” loses least, {gap:.4f} less than dropping from the "
-                f"start, {strong} the standard errors of both ({error:.4f})."
-            )
+            behind = gap(plain, best)
+            if behind is not None:
+                doubt = "" if behind.sign else ", which is not told from nothing"
+                advice.append(
+                    f"At {rate} % “{best['variant'].partition(' ')[2]}” loses least; dropping from the start costs "
+                    f"{behind} more{doubt}."
+                )
     return said, advice
 
 

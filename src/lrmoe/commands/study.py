@@ -1,0 +1,60 @@
+"""``lrmoe study``: does the loss hold, when, and by which recipe; for the small models here or for one's own."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any
+
+from lrmoe.commands.options import add_fields, integers, need, path, words
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The study's name and its settings."""
+    from lrmoe.studies.catalog import CATALOG
+    from lrmoe.studies.regimes import REGIMES, StudyConfig
+
+    parser.add_argument("study", choices=CATALOG, metavar="NAME", help=f"which: {', '.join(CATALOG)}")
+    parser.add_argument("--out", type=path, required=True, metavar="DIR", help="folder of this study's results")
+    parser.add_argument(
+        "--cells", type=path, metavar="DIR", help="folder of the training runs, which studies share (DIR/cells)"
+    )
+    parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time, with one thread each (1)")
+    parser.add_argument("--seeds", type=integers, metavar="N,N,...", help="seeds of each variant (0,1,2)")
+    parser.add_argument(
+        "--regimes", type=words, metavar="NAME,...", help=f"of {', '.join(REGIMES)}; default: the study's own"
+    )
+    plain = [field for field in fields(StudyConfig) if "help" in field.metadata]
+    add_fields(parser, plain, choices={}, names={"model": "MODEL", "text": "PATH", "fine_tune_text": "PATH"})
+
+
+def run(given: dict[str, Any]) -> int:
+    """The verb."""
+    need("rich", "transformers", "accelerate", "tensorboard", "plotly")
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    from lrmoe.studies.catalog import CATALOG, run_named
+    from lrmoe.studies.results import show
+    from lrmoe.terminal import console, print_table, progress_bar
+
+    name, out = given.pop("study"), given.pop("out")
+    store = given.pop("cells", out / "cells")
+    jobs = given.pop("jobs", 1)
+    if jobs < 1:
+        raise ValueError(f"--jobs {jobs} must be at least 1")
+    console.print(f"{CATALOG[name]}", markup=False)
+    with progress_bar(name) as steps:
+        result = run_named(name, given, out, store=store, jobs=jobs, watch=steps.expect)
+    for table in result.tables:
+        headings = [column.label for column in table.columns]
+        cells = [[show(row.get(column.key), column.form) for column in table.columns] for row in table.rows]
+        console.print(f"\n{table.title}", markup=False)
+        print_table(headings, cells, table.note)
+    for heading, sentences in (("What it says", result.conclusions), ("What you should do", result.advice)):
+        console.print(f"\n{heading}", markup=False)
+        for sentence in sentences:
+            console.print(f"- {sentence}", markup=False, soft_wrap=False)
+    console.print(f"\ntable:  {out / 'table.md'}\nreport: {out / 'report.html'}", markup=False)
+    return 0

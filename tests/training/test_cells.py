@@ -1,0 +1,88 @@
+"""Runs that studies share: what names them, that each is done once, and that what was interrupted goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lrmoe import LRMoEConfig
+from lrmoe.studies.cells import Cell, missing, run_cells, steps_of
+from lrmoe.training.config import TrainConfig
+from lrmoe.training.files import locked, read_records
+
+QUIET = LRMoEConfig(drop=0.0, guard_variance=None, guard_tail=None)
+
+
+@pytest.fixture
+def small(tiny: Callable[..., TrainConfig]) -> TrainConfig:
+    return replace(tiny(save_every=6), recalibration=QUIET)
+
+
+def test_a_run_is_named_by_what_defines_it(small: TrainConfig) -> None:
+    cell = Cell(config=small)
+    assert cell.key == Cell(config=replace(small, threads=2, keep_checkpoints=5, save_every=4)).key
+    others = [
+        replace(small, seed=small.seed + 1),
+        replace(small, steps=small.steps + 1),
+        replace(small, recalibration=replace(QUIET, drop=0.5)),
+    ]
+    assert len({cell.key, *(Cell(config=c).key for c in others), Cell(config=small, start=cell).key}) == 5
+
+
+def test_a_field_at_its_default_does_not_change_a_name(small: TrainConfig) -> None:
+    default = TrainConfig()
+    assert Cell(config=replace(small, weight_decay=default.weight_decay)).key == Cell(config=small).key
+
+
+def test_starts_come_first_and_each_run_once(small: TrainConfig, tmp_path: Path) -> None:
+    start = Cell(config=small)
+    later = [Cell(config=replace(small, steps=2), start=start), Cell(config=replace(small, steps=3), start=start)]
+    todo = missing([*later, later[0]], tmp_path)
+    assert [cell.key for cell in todo] == [start.key, later[0].key, later[1].key]
+    assert steps_of(later, tmp_path) == small.steps + 5
+
+
+def test_runs_are_done_once_and_go_on_from_where_they_start(small: TrainConfig, tmp_path: Path) -> None:
+    start = Cell(config=small)
+    later = Cell(config=replace(small, lr=1e-5), start=start)
+    told: list[Any] = []
+    run_cells([later], tmp_path, jobs=1, progress=lambda *args: told.append(args))
+    assert start.is_finished(tmp_path) and later.is_finished(tmp_path)
+    # It begins where the other ended, and its own weights are not kept.
+    first, last = later.records(tmp_path)[0]["loss"], start.records(tmp_path)[-1]["eval_loss"]
+    assert abs(first - last) < 0.5 < start.records(tmp_path)[0]["loss"] - last
+    assert not (later.folder(tmp_path) / "checkpoints").exists()
+    assert (start.folder(tmp_path) / "checkpoints").exists()
+    assert later.summary(tmp_path)["steps"] == small.steps
+    assert "torch" in later.versions(tmp_path)
+    told.clear()
+    run_cells([later, start], tmp_path, jobs=1, progress=lambda *args: told.append(args))
+    assert told == []
+
+
+def test_an_interrupted_run_goes_on_and_ends_alike(small: TrainConfig, tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(name: str, step: int, record: dict[str, Any] | None) -> None:
+        if step == 4:
+            raise Stop
+
+    cell = Cell(config=replace(small, save_every=2))
+    with pytest.raises(Stop):
+        run_cells([cell], tmp_path / "a", jobs=1, progress=stop)
+    assert not cell.is_finished(tmp_path / "a")
+    run_cells([cell], tmp_path / "a", jobs=1, progress=lambda *_: None)
+    run_cells([cell], tmp_path / "b", jobs=1, progress=lambda *_: None)
+    assert cell.summary(tmp_path / "a")["eval_loss"] == cell.summary(tmp_path / "b")["eval_loss"]
+    steps = [record["step"] for record in read_records(cell.folder(tmp_path / "a") / "metrics.jsonl")]
+    assert steps == sorted(set(steps))
+
+
+def test_two_processes_do_not_work_in_one_store(small: TrainConfig, tmp_path: Path) -> None:
+    with locked(tmp_path), pytest.raises(ValueError, match="another"):
+        run_cells([Cell(config=small)], tmp_path, jobs=1, progress=lambda *_: None)

@@ -1,0 +1,210 @@
+"""Studies made of comparisons: their rows, verdicts and conclusions, and a whole one at a tiny size."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lrmoe import cli
+from lrmoe.studies import error_budget, recipes, router_gradient, schedules
+from lrmoe.studies.grid import BASELINE, Rows, add_verdict, gap, rate_figure, verdict
+from lrmoe.studies.regimes import REGIMES, StudyConfig, regime
+from lrmoe.studies.results import Column, Table, markdown, show
+from lrmoe.studies.study_run import STUDIES, command
+from lrmoe.training.config import TrainConfig
+
+
+def made_up(differences: Mapping[str, list[float]], base: list[float]) -> Rows:
+    """Rows as a comparison gives them, with the given paired differences."""
+    rows: Rows = []
+    for name, each in {BASELINE: [0.0] * len(base), **differences}.items():
+        losses = [b + d for b, d in zip(base, each, strict=True)]
+        rows.append(
+            {
+                "variant": name,
+                "eval_loss": sum(losses) / len(losses),
+                "eval_loss_difference": sum(each) / len(each),
+                "eval_loss_differences": each,
+                "eval_loss_spread": max(losses) - min(losses) if len(losses) > 1 else None,
+                "kept_share": 1.0 if name == BASELINE else 0.8,
+                "variance_share": 0.1,
+                "selector": "topq" if "topq" in name else "random" if "random" in name else "pps",
+                "metric": "lrm",
+                "error_budget": None,
+                "drop": 0.0 if name == BASELINE else 0.2,
+            }
+        )
+    return [add_verdict(row, rows[0], "eval_loss") for row in rows]
+
+
+def test_a_difference_is_held_against_the_range_of_the_seeds() -> None:
+    rows = made_up({"near": [0.01, 0.03], "far": [0.2, 0.1], "better": [-0.2, -0.1]}, [2.0, 2.05])
+    near, far, better = rows[1:]
+    assert [near["verdict"], far["verdict"], better["verdict"]] == ["within the spread", "worse", "better"]
+    assert near["difference"] == pytest.approx(0.02) and (near["low"], near["high"]) == (0.01, 0.03)
+    assert near["error"] == pytest.approx(0.01)
+    assert near["spreads"] == pytest.approx(0.4)
+    assert rows[0]["verdict"] == ""
+
+
+@pytest.mark.parametrize(
+    ("difference", "spread", "words"),
+    [(0.1, None, "one seed"), (None, 0.1, "no loss"), (math.nan, 0.1, "diverged"), (0.1, 0.1, "within the spread")],
+)
+def test_what_cannot_be_told_is_said(difference: float | None, spread: float | None, words: str) -> None:
+    assert verdict(difference, spread) == words
+
+
+def test_every_study_compares_with_no_drop_and_a_random_choice() -> None:
+    config = StudyConfig()
+    for study in STUDIES.values():
+        compared = study.first(config)
+        names = [comparison.name for comparison in compared]
+        assert len(set(names)) == len(names)
+        for comparison in compared:
+            assert comparison.variants[0].name == BASELINE
+            for cells in comparison.cells((0,)).values():
+                recalibration = cells[0].config.recalibration
+                assert recalibration.guard_variance is None and recalibration.guard_tail is None
+    for name in ("ablation", "quota", "schedule", "recipes"):
+        for comparison in STUDIES[name].first(config):
+            assert any(v.settings.get("selector") == "random" for v in comparison.variants)
+
+
+def test_regimes_go_on_from_the_same_exact_run() -> None:
+    config = StudyConfig()
+    scratch, zero, tuned = (regime(name, config) for name in REGIMES)
+    exact = scratch.cell(scratch.train.recalibration, seed=1)
+    for later in (zero, tuned):
+        start = later.cell(later.train.recalibration, seed=1).start
+        assert start is not None and start.key == exact.key
+    assert zero.loss == "train_loss" and zero.train.memorize_bytes == config.memorize_bytes
+
+
+def test_budget_is_held_against_the_rate_it_came_to() -> None:
+    config = StudyConfig()
+    rows = made_up({f"tau {tau:g}": [0.01, 0.02] for tau in error_budget.TAUS}, [2.0, 2.05])
+    (fixed,) = error_budget.fixed_rates(config, {"scratch": rows})
+    assert [v.settings["drop"] for v in fixed.variants[1:]] == [0.2] * len(error_budget.TAUS)
+    worse = made_up({f"as much as tau {tau:g}": [0.11, 0.12] for tau in error_budget.TAUS}, [2.0, 2.05])
+    said, advice = error_budget.conclude({"scratch": rows, "scratch_fixed": worse})
+    assert len(said) == len(error_budget.TAUS) and "budget loses less" in advice[0]
+    said, advice = error_budget.conclude({"scratch": worse_named(rows, worse), "scratch_fixed": equal_named(rows)})
+    assert "fixed rate loses less" in advice[0]
+
+
+def worse_named(rows: Rows, worse: Rows) -> Rows:
+    return [{**bad, "variant": row["variant"]} for row, bad in zip(rows, worse, strict=True)]
+
+
+def equal_named(rows: Rows) -> Rows:
+    return [{**row, "variant": "as much as " + row["variant"]} for row in rows]
+
+
+def test_the_exact_router_gradient_is_advised_only_where_it_pays() -> None:
+    names = {f"C{rate} {kind}": [0.01, 0.02] for rate in (30, 50) for kind in router_gradient.KINDS}
+    _, advice = router_gradient.conclude({"scratch": made_up(names, [2.0, 2.1])})
+    assert all("stay with the sum rule" in sentence for sentence in advice)
+    names["C50 sum_rule"] = [0.31, 0.32]
+    _, advice = router_gradient.conclude({"scratch": made_up(names, [2.0, 2.1])})
+    assert 'At 50 % set router_grad="exact"' in advice[1] and "stay with the sum rule" in advice[0]
+
+
+def test_the_best_schedule_is_named_with_its_margin() -> None:
+    names = {"C20 from the start": [0.05, 0.05], "C20 warm-up": [0.01, 0.01], "C20 random, warm-up": [0.0, 0.0]}
+    _, advice = schedules.conclude({"scratch": made_up(names, [2.0, 2.1])})
+    assert "“warm-up” loses least; dropping from the start costs +0.0400 ± 0.0000 more." in advice[0]
+    _, advice = schedules.conclude(
+        {"scratch": made_up({"C20 from the start": [0.0, 0.0], "C20 warm-up": [0.1, 0.1]}, [2, 2])}
+    )
+    assert advice == ["At 20 % no schedule does better than dropping from the start."]
+
+
+def test_a_recipe_that_changes_the_order_is_named() -> None:
+    plain = made_up({"C20 pps": [0.0, 0.0], "C20 random": [0.1, 0.1], "C20 topq": [0.5, 0.5]}, [2.0, 2.2])
+    other = made_up({"C20 pps": [0.2, 0.2], "C20 random": [0.1, 0.1], "C20 topq": [0.5, 0.5]}, [2.1, 2.2])
+    said, advice = recipes.conclude({recipes.PLAIN: plain, "bf16": other, "checkpointing": plain})
+    assert "checkpointing" in advice[0] and "bf16" not in advice[0]
+    assert advice[1].startswith("bf16: best to worst is C20 random < C20 pps < C20 topq")
+    assert any("to the last digit" in sentence for sentence in said)
+
+
+def test_the_figure_has_a_point_a_rate_and_the_seed_spread_as_its_band() -> None:
+    config = StudyConfig()
+    comparison = STUDIES["ablation"].first(config)[0]
+    rows = made_up({"C20 pps": [0.01, 0.03], "C50 pps": [0.1, 0.2]}, [2.0, 2.05])
+    rows[2]["kept_share"] = 0.5
+    figure = rate_figure(comparison, rows, {"pps": lambda row: True, "none": lambda row: False})
+    (line,) = figure.series
+    assert list(line.x) == pytest.approx([20, 50]) and line.low == [0.01, 0.1] and line.high == [0.03, 0.2]
+    assert figure.band == pytest.approx((-0.05, 0.05))
+
+
+def test_two_variants_are_told_apart_by_their_paired_seeds() -> None:
+    rows = made_up({"a": [0.10, 0.30], "b": [0.11, 0.31], "c": [0.2, 0.1]}, [2.0, 2.5])
+    beyond = gap(rows[2], rows[1])
+    assert beyond is not None and beyond.sign == 1 and str(beyond) == "+0.0100 ± 0.0000"
+    unclear = gap(rows[3], rows[1])
+    assert unclear is not None and unclear.sign == 0
+    single = made_up({"a": [0.1], "b": [0.3]}, [2.0])
+    one = gap(single[2], single[1])
+    assert one is not None and one.sign == 0 and "one seed" in str(one)
+    assert gap(None, rows[1]) is None
+
+
+def test_tables_are_written_as_they_read() -> None:
+    columns = (Column(key="a", label="a|b", form="text"), Column(key="b", label="b", form="+3"))
+    table = Table(name="t", title="t", settings={}, columns=columns, rows=[{"a": "x", "b": None}, {"a": "y", "b": 1}])
+    assert markdown(table) == "| a\\|b | b |\n| --- | ---: |\n| x | - |\n| y | +1.000 |\n"
+    assert [show(0.1234, form) for form in ("percent", "ratio", "2", "integer")] == ["12.3 %", "0.12 x", "0.12", "0"]
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [({"steps": 5}, "steps=5"), ({"regimes": ("moon",)}, "moon"), ({"seeds": (1, 1)}, "seeds"), ({"lr": 0}, "lr=0")],
+)
+def test_bad_settings_are_named(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        StudyConfig(**values)
+
+
+def test_the_command_of_a_study_is_what_makes_it() -> None:
+    text = command("quota", StudyConfig(steps=90, seeds=(4, 5), text="a b"))
+    for part in ("lrmoe study quota", "--steps 90", "--seeds 4,5", "--text 'a b'"):
+        assert part in text
+    assert "--lr" not in text
+
+
+def test_a_whole_study_from_the_command_line(
+    tiny: Callable[..., TrainConfig],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(router_gradient, "RATES", (50,))
+    run = tiny()
+    out, store = tmp_path / "a <i>x", tmp_path / "cells"
+    arguments = ["study", "router_gradient", "--out", str(out), "--cells", str(store), "--model", run.model]
+    arguments += ["--text", str(run.text), "--fine-tune-text", str(run.text), "--seeds", "0", "--steps", "20"]
+    arguments += ["--batch", "2", "--seq", "16"]
+    assert cli.main(arguments) == 0
+    shown = capsys.readouterr().out
+    assert "What you should do" in shown and "C50 kept" in shown
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["command"] == "study" and summary["provenance"]["runs"] == 4
+    (table,) = summary["tables"]
+    assert [row["variant"] for row in table["rows"]][0] == BASELINE and len(table["rows"]) == 4
+    assert all(row["verdict"] == "one seed" for row in table["rows"][1:])
+    assert "a <i>x" not in (out / "report.html").read_text()
+    before = {path: path.stat().st_mtime_ns for path in store.rglob("metrics.jsonl")}
+    # Nothing is trained again, and another study takes over the runs that it shares.
+    assert cli.main(arguments) == 0
+    assert before == {path: path.stat().st_mtime_ns for path in store.rglob("metrics.jsonl")}
+    wrong = [*arguments[:1], "quota", *arguments[2:]]
+    assert cli.main(wrong) == 2
+    assert "not written by lrmoe study quota" in capsys.readouterr().err
