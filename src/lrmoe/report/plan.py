@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lrmoe.report import palette
 from lrmoe.report.charts import Figure, layout
-from lrmoe.report.paper_page import Page, Study, facts, figure_card, notice, table_card, write_page
+from lrmoe.report.frame import Frame, advice, chart, facts, notices, table
+from lrmoe.report.paper_page import Study, write_paper_page
 from lrmoe.report.text import DASH, duration, escape, fixed, percent, size, whole
 
 Record = dict[str, Any]
-_EXACT, _DROPPED, _TIME, _MOST = "#a9b4c4", "#0b5cad", "#2f7fc1", "#e08a3c"
+_EXACT, _DROPPED, _TIME, _MOST = palette.PALE, "#0b5cad", palette.BLUE, palette.ORANGE
 
 
 def write_plan_page(folder: Path) -> Path:
@@ -19,26 +21,74 @@ def write_plan_page(folder: Path) -> Path:
     Raises:
         ValueError: if a file is missing or damaged; names it.
     """
-    return write_page(folder, _page)
+    return write_paper_page(folder, _page)
 
 
-def _page(study: Study) -> Page:
+def _page(study: Study) -> Frame:
     summary = study.summary
     shape = summary["model"]
-    return Page(
-        eyebrow="Plan on paper",
-        title=f"{escape(shape['name'])} on {whole(summary['ranks'])} × {escape(summary['hardware']['name'])}",
+    figures = {"memory": _memory(summary), "time": _time(summary)}
+    return Frame(
+        kind="Plan on paper",
+        title=f"{shape['name']} on {whole(summary['ranks'])} × {summary['hardware']['name']}",
         lead=f"<b>{escape(summary['recommendation'])}</b>",
         head=_facts(summary)
-        + notice(
+        + advice(_advice(study), basis=_BASIS)
+        + notices(
             [
                 ("No router made these loads: " if summary["synthetic"] else "Loads: ") + f"{summary['source']}.",
                 *(f"{note[0].upper()}{note[1:]}." for note in summary["notes"]),
             ]
         ),
-        body=_settings(summary) + _charts() + _items(summary) + _method(summary),
-        figures={"memory": _memory(summary), "time": _time(summary)},
+        body=_charts(figures) + _settings(summary) + _items(summary) + _method(summary),
+        footer=study.footer,
+        settings=study.config,
+        figures=figures,
     )
+
+
+_BASIS = (
+    "It follows from the arithmetic below, which takes the memory of the rank with most and the time of the MoE layers "
+    "alone. Nothing ran but planners."
+)
+
+
+def _advice(study: Study) -> list[str]:
+    summary = study.summary
+    chosen = summary["recommended"]
+    said = []
+    if chosen is None:
+        least = min(summary["options"], key=lambda one: one["at_most_drop"]["bytes"])
+        over = least["at_most_drop"]["bytes"] - summary["budget"]
+        said.append(
+            f"Do not start this run as it is: even “{_name(least)}” with {percent(summary['max_drop'], 0)} dropped is "
+            f"{size(over)} over the budget of a rank. Halve the microbatch or the sequence, spread the experts over "
+            "more ranks (--ep), recompute layers (--recompute) or shard the states (--optimizer-shards, "
+            "--dense-shards), and plan again."
+        )
+    elif chosen["drop"]:
+        said.append(
+            f"Use “{_name(chosen)}” with {percent(chosen['drop'], 1)} of the backward dropped, and only because "
+            "nothing fits without. Measure what that does to the loss with lrmoe compare before the long run."
+        )
+    else:
+        left = summary["budget"] - chosen["exact_bytes"]
+        said.append(
+            f"Use “{_name(chosen)}” and drop nothing: it fits with {size(left)} to spare on the fullest rank. A drop "
+            "is then a question of time and loss, not of memory."
+        )
+    pays = [one["crossover"] for one in summary["options"] if one["slots"] and one["crossover"] is not None]
+    if pays and summary["tokens"] < min(pays):
+        said.append(
+            f"Hold no replicas at {whole(summary['tokens'])} tokens a rank: here they pay from about "
+            f"{whole(round(min(pays)))} on."
+        )
+    if summary["synthetic"]:
+        said.append(
+            "Plan again with loads of your own model before relying on this: record them with lrmoe train --trace and "
+            "give the run with --trace. Synthetic loads have the skew that they were asked for, and yours may not."
+        )
+    return said
 
 
 def _name(record: Record) -> str:
@@ -113,27 +163,34 @@ def _settings(summary: Record) -> str:
         "ranks that all have the mean to do, without replicas. Pays from: tokens a rank from which on replicas save "
         "more time than they cost, as <code>lrmoe balance</code> has it. The recommended setting is marked."
     )
-    return table_card("settings", headings, rows, note, title="Settings that were looked at", marked=marked)
+    return table("settings", headings, rows, note=note, title="Settings that were looked at", marked=marked)
 
 
-def _charts() -> str:
-    memory = figure_card(
+def _charts(figures: dict[str, Figure]) -> str:
+    memory = chart(
         "memory",
         "Memory of the fullest rank",
-        "The dotted line is the budget. A drop makes the backward’s buffers smaller, nothing else.",
-        [(_EXACT, "nothing dropped"), (_DROPPED, "at the least drop that fits, or the largest accepted")],
+        "A bar that ends left of the dotted line, the budget, fits. A drop makes the backward’s buffers smaller and "
+        "nothing else, so the two bars of a setting lie close together.",
+        figure=figures["memory"],
+        colours=[(_EXACT, "nothing dropped"), (_DROPPED, "at the least drop that fits, or the largest accepted")],
     )
-    time = figure_card(
+    time = chart(
         "time",
-        "Modelled time of the MoE layers over fixed ownership’s",
-        "The dotted line is fixed ownership without a drop. Nothing is taken to overlap.",
-        [(_TIME, "at the least drop that fits, or the largest accepted"), (_MOST, "at the largest accepted drop")],
+        "Time of the MoE layers",
+        "A bar that ends left of the dotted line is faster than fixed ownership without a drop. Modelled, with nothing "
+        "taken to overlap.",
+        figure=figures["time"],
+        colours=[
+            (_TIME, "at the least drop that fits, or the largest accepted"),
+            (_MOST, "at the largest accepted drop"),
+        ],
     )
-    return f'<h2>Memory and time</h2><div class="stack">{memory}{time}</div>'
+    return f'<h2>Memory and time</h2><div class="grid">{memory}{time}</div>'
 
 
 def _bars(names: list[str], series: list[tuple[str, str, list[float]]], title: str, mark: float, unit: str) -> Figure:
-    labels = [escape(name.replace(", ", ",<br>", 1) if False else name) for name in names]
+    labels = [escape(name).replace(", ", ",<br>", 1) if len(name) > 18 else escape(name) for name in names]
     data = [
         {
             "type": "bar",
@@ -158,7 +215,7 @@ def _bars(names: list[str], series: list[tuple[str, str, list[float]]], title: s
             "y1": 1,
             "x0": mark,
             "x1": mark,
-            "line": {"color": "#1c2430", "width": 1.5, "dash": "dot"},
+            "line": {"color": palette.INK, "width": 1.5, "dash": "dot"},
         }
     ]
     return {"data": data, "layout": frame}
@@ -170,7 +227,9 @@ def _memory(summary: Record) -> Figure:
         ("nothing dropped", _EXACT, [one["exact_bytes"] / 2**30 for one in options]),
         ("as planned", _DROPPED, [one["bytes"] / 2**30 for one in options]),
     ]
-    return _bars(list(map(_name, options)), series, "GiB", summary["budget"] / 2**30, " GiB")
+    return _bars(
+        list(map(_name, options)), series, "memory of the fullest rank (GiB)", summary["budget"] / 2**30, " GiB"
+    )
 
 
 def _time(summary: Record) -> Figure:
@@ -179,7 +238,7 @@ def _time(summary: Record) -> Figure:
         ("as planned", _TIME, [one["over_fixed"] for one in options]),
         ("largest drop", _MOST, [one["at_most_drop"]["over_fixed"] for one in options]),
     ]
-    return _bars(list(map(_name, options)), series, "× fixed ownership", 1.0, " ×")
+    return _bars(list(map(_name, options)), series, "time over fixed ownership’s without drop (×)", 1.0, " ×")
 
 
 def _items(summary: Record) -> str:
@@ -201,8 +260,8 @@ def _items(summary: Record) -> str:
         "D and F widths, P parameters of an expert; w, g, o, a bytes of a weight, gradient, optimizer state and "
         "activation."
     )
-    table = table_card("memory-items", headings, rows, note, title="What the memory consists of")
-    return f'<div class="words">{table}</div>'
+    drawn = table("memory-items", headings, rows, note=note, title="What the memory consists of")
+    return f'<div class="words">{drawn}</div>'
 
 
 def _method(summary: Record) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lrmoe.report import palette
 from lrmoe.report.charts import Figure, layout
-from lrmoe.report.paper_page import Page, Study, facts, figure_card, notice, table_card, write_page
+from lrmoe.report.frame import Frame, advice, chart, facts, notices, table
+from lrmoe.report.paper_page import Study, write_paper_page
 from lrmoe.report.replay_charts import COLOURS
 from lrmoe.report.text import DASH, escape, fixed, percent, size, whole
 
@@ -46,23 +48,23 @@ def write_pressure_page(folder: Path) -> Path:
     Raises:
         ValueError: if a file is missing or damaged; names it.
     """
-    return write_page(folder, _page)
+    return write_paper_page(folder, _page)
 
 
-def _page(study: Study) -> Page:
+def _page(study: Study) -> Frame:
     summary, config = study.summary, study.config
     figures: dict[str, Figure] = {}
     parts = []
     for which, title in _COUNTED.items():
         parts.append(_counted(study, which, title, figures))
     parts += [_order(summary, config, figures), _published(summary), _needed(summary), _definitions(summary, config)]
-    return Page(
-        eyebrow="Batch under pressure, on paper",
-        title=f"{escape(summary['model']['name'])}: one layer on {whole(config['ep'])} × "
-        f"{escape(summary['hardware']['name'])}",
+    return Frame(
+        kind="Batch under pressure, on paper",
+        title=f"{summary['model']['name']}: one layer on {whole(config['ep'])} × {summary['hardware']['name']}",
         lead=_lead(summary, config),
         head=_facts(study)
-        + notice(
+        + advice(_advice(summary, config), basis=_BASIS)
+        + notices(
             [
                 ("No router made these loads: " if summary["synthetic"] else "Loads: ") + f"{summary['source']}.",
                 "A budget for one layer: what the other layers hold of their forward is not in it; lrmoe plan counts a "
@@ -71,6 +73,8 @@ def _page(study: Study) -> Page:
             ]
         ),
         body="".join(parts),
+        footer=study.footer,
+        settings=config,
         figures=figures,
     )
 
@@ -112,6 +116,42 @@ def _lead(summary: Record, config: Record) -> str:
     return " ".join(said)
 
 
+_BASIS = (
+    "It follows from the rows that each rank has room for under the budget, counted from each policy’s plan. What a "
+    "drop does to the loss is not in it."
+)
+
+
+def _advice(summary: Record, config: Record) -> list[str]:
+    said = []
+    reach: dict[str, float] = {}
+    for one in summary["policies"]:
+        if one["accounting"] == "operator" and one["reason"] is None and one["batch"] > 1 - 1e-9:
+            reach[one["policy"]] = max(reach.get(one["policy"], 0.0), one["pressure"])
+    exact = {policy: times for policy, times in reach.items() if policy != "lrmoe"}
+    best = max(exact.values(), default=0.0)
+    if exact:
+        names = ", ".join(policy for policy, times in exact.items() if times == best)
+        said.append(
+            f"Up to {best:g} × the batch, drop nothing: {names} fits it whole with the operator of this library."
+        )
+    mine = reach.get("lrmoe", 0.0)
+    if mine > best:
+        kept = _nearest(summary, "operator", "lrmoe", mine)
+        share = "" if kept is None else f", computing {percent(kept['backward'], 0)} of the backward"
+        said.append(
+            f"Beyond that and up to {mine:g} ×, lrmoe fits the whole batch{share}. Measure what such a drop does to "
+            "the loss with lrmoe compare first, or accumulate gradients over smaller batches, which costs no accuracy."
+        )
+    elif mine == best and best:
+        said.append("A drop carries no further here than balancing alone: leave it off unless its time is worth it.")
+    elif not reach:
+        said.append("No policy fits even 1 × the batch: raise the budget or start from fewer tokens a rank.")
+    if summary["synthetic"]:
+        said.append("Repeat this with loads recorded from your own model (--trace or --loads): these are synthetic.")
+    return said
+
+
 def _facts(study: Study) -> str:
     summary, config = study.summary, study.config
     return facts(
@@ -131,15 +171,30 @@ def _facts(study: Study) -> str:
 def _counted(study: Study, which: str, title: str, figures: dict[str, Figure]) -> str:
     summary = study.summary
     policies = list(dict.fromkeys(one["policy"] for one in _records(summary, which)))
-    key = [(_colour(summary, policy), policy) for policy in policies]
+    key = [(_colour(summary, policy), policy + (" (dashed)" if policy == "fixed" else "")) for policy in policies]
     for name, column in (("completes", "completes"), ("batch", "batch"), ("backward", "backward")):
         figures[f"{which}-{name}"] = _lines(summary, which, column, policies)
     cards = "".join(
-        figure_card(f"{which}-{name}", heading, note, key)
+        chart(f"{which}-{name}", heading, note, figure=figures[f"{which}-{name}"], colours=key)
         for name, heading, note in (
-            ("completes", "Completes", "Share of routed rows; the dashed line is fixed ownership."),
-            ("batch", "Whole batch", "The part of the batch that every rank has room for."),
-            ("backward", "Backward computed", "Share of routed rows whose backward is computed."),
+            (
+                "completes",
+                "Completes",
+                "Where a line leaves 100 %, some rank has no room for a part of its rows any more. Lines of policies "
+                "that do alike lie on top of each other.",
+            ),
+            (
+                "batch",
+                "Whole batch",
+                "The part of the batch that every rank has room for, which the fullest rank decides: the further right "
+                "a line stays at 100 %, the larger a batch can be.",
+            ),
+            (
+                "backward",
+                "Backward computed",
+                "What is left out to make room: a line below the one of Completes computes the forward of those rows "
+                "and no backward.",
+            ),
         )
     )
     shown = _levels(sorted({one["pressure"] for one in _records(summary, which)}))
@@ -162,10 +217,10 @@ def _counted(study: Study, which: str, title: str, figures: dict[str, Figure]) -
         "least that an expert keeps of its own."
     )
     headings = [("Policy", ""), *((f"{level:g} ×", "") for level in shown)]
-    table = table_card(f"table-{which}", headings, rows, note, level="h3", title=f"{title}: table")
+    drawn = table(f"table-{which}", headings, rows, note=note, level="h3", title=f"{title}: table")
     return (
         f'<h2>{title}</h2><p class="intro">{escape(summary["counted"][which])}</p>'
-        f'<div class="grid three">{cards}</div><div class="spaced">{table}</div>'
+        f'<div class="grid three">{cards}</div><div class="spaced">{drawn}</div>'
     )
 
 
@@ -176,7 +231,7 @@ def _levels(levels: list[float]) -> list[float]:
 
 def _colour(summary: Record, policy: str) -> str:
     system = next(one["system"] for one in summary["policies"] if one["policy"] == policy)
-    return COLOURS.get(system, "#525c6b")
+    return COLOURS.get(system, palette.MUTED)
 
 
 def _lines(summary: Record, which: str, column: str, policies: list[str]) -> Figure:
@@ -199,7 +254,9 @@ def _lines(summary: Record, which: str, column: str, policies: list[str]) -> Fig
                 "hovertemplate": "%{y:.1f} %",
             }
         )
-    frame = layout("times the batch", "%", height=300)
+    titles = {"completes": "routed rows that complete (%)", "batch": "batch that fits whole (%)"}
+    frame = layout("times the batch (×)", titles.get(column, "rows with a backward (%)"), height=300)
+    frame["xaxis"] |= {"tickformat": ",~g"}
     frame["yaxis"] |= {"range": [0, 104]}
     return {"data": data, "layout": frame}
 
@@ -210,7 +267,15 @@ def _order(summary: Record, config: Record, figures: dict[str, Figure]) -> str:
     for which, title in _COUNTED.items():
         ran = [one for one in summary["order"] if one["accounting"] == which and one["reason"] is None]
         figures[f"order-{which}"] = _skews(ran)
-        cards += figure_card(f"order-{which}", title, f"Whole batch at {at}, by the loads’ skew.", key)
+        cards += chart(
+            f"order-{which}",
+            title,
+            f"What of {at} the batch fits whole, for loads from even (1) to skewed: a line that stays up does not mind "
+            "a busy rank.",
+            figure=figures[f"order-{which}"] if ran else None,
+            empty="No such loads can be had.",
+            colours=key,
+        )
     rows = [
         ["published", "", "", *(percent(summary_share) for summary_share in _published_shares()), ""],
     ]
@@ -237,10 +302,10 @@ def _order(summary: Record, config: Record, figures: dict[str, Figure]) -> str:
         "less even than they were. Where every rank is over its capacity whatever moves, all exact policies complete "
         "the same: then only the whole batch tells them apart."
     )
-    table = table_card("order-table", headings, rows, note, level="h3", title="Who is ahead of whom")
+    drawn = table("order-table", headings, rows, note=note, level="h3", title="Who is ahead of whom")
     return (
         f'<h2>The order at {at}, for other skews</h2><p class="intro">Synthetic loads, {config["draws"]} draws for '
-        f'each skew. {escape(_ranges(summary))}</p><div class="grid">{cards}</div><div class="spaced">{table}</div>'
+        f'each skew. {escape(_ranges(summary))}</p><div class="grid">{cards}</div><div class="spaced">{drawn}</div>'
     )
 
 
@@ -274,7 +339,7 @@ def _skews(ran: list[Record]) -> Figure:
         }
         for system, title in _SYSTEMS.items()
     ]
-    frame = layout("busiest over mean rank", "%", height=300)
+    frame = layout("rows of the busiest rank over the mean", "batch that fits whole (%)", height=300)
     frame["xaxis"] |= {"rangemode": "normal", "tickformat": ".3~g"}
     frame["yaxis"] |= {"range": [0, 104]}
     return {"data": data, "layout": frame}
@@ -295,7 +360,7 @@ def _published(summary: Record) -> str:
     )
     columns = [("What", ""), ("Published", ""), *((heading.capitalize(), "") for heading in headings[2:])]
     cells = [[escape(row[0]), *row[1:]] for row in rows]
-    return table_card("published", columns, cells, note, title="The paper’s memory and backward beside ours")
+    return table("published", columns, cells, note=note, title="The paper’s memory and backward beside ours")
 
 
 def _needed(summary: Record) -> str:
@@ -306,8 +371,8 @@ def _needed(summary: Record) -> str:
     )
     return (
         '<div class="words">'
-        + table_card(
-            "needed", [("Published", ""), ("Needs", "")], rows, note, title="What the published figures would need"
+        + table(
+            "needed", [("Published", ""), ("Needs", "")], rows, note=note, title="What the published figures would need"
         )
         + "</div>"
     )
