@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lrmoe
-from lrmoe.control import _padding_mask, _place_of_mask
+from lrmoe.padding import padding_mask, place_of_mask
 
 CONFIG = lrmoe.LRMoEConfig(drop=0.4)
 
@@ -442,7 +442,7 @@ FLAT = [True, True, False, False, True, True]
     ],
 )
 def test_which_masks_are_taken(args: tuple[Any, ...], kwargs: dict[str, Any], expected: list[bool] | None) -> None:
-    mask = _padding_mask(args, kwargs, _place_of_mask(Model()))
+    mask = padding_mask(args, kwargs, place_of_mask(Model()))
     assert (None if mask is None else mask.tolist()) == expected
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -16,7 +15,9 @@ from torch import nn
 from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.experts.meter import SECONDS, SHARES, shares
-from lrmoe.layer import MoE
+from lrmoe.guarding import Guard, as_sums
+from lrmoe.layer import ExpertsEngine, MoE
+from lrmoe.padding import padding_mask, place_of_mask
 from lrmoe.recalibration.schedule import drop_at
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ class Host(Protocol):
     def bind(self, model: nn.Module, controls: dict[str, LayerControl]) -> Callable[[], None]:
         """Hands each named module its control and switches it to LRMoE's experts; returns the way back, which must
         be picklable and follow a copied model, like everything that hangs on a model."""
+
+    def engine(self, module: nn.Module) -> ExpertsEngine | None:
+        """What runs the module's experts where they are spread over ranks."""
 
 
 class _OwnLayers:
@@ -50,6 +54,9 @@ class _OwnLayers:
         for layer, control in zip(layers, controls.values(), strict=True):
             layer.control = control
         return undo
+
+    def engine(self, module: nn.Module) -> ExpertsEngine | None:
+        return module.experts.engine if isinstance(module, MoE) else None
 
 
 class _RestoreControls:
@@ -87,9 +94,10 @@ def attach(
         config: the recalibration; default :class:`LRMoEConfig()`.
         optimizer: if given, :meth:`Recalibrator.step` is called after each of its steps. Otherwise call it yourself,
             once per optimizer step, or use the host's callback.
-        load_group: for :class:`lrmoe.MoE` routers with a selection bias, the ranks that train copies of the model on
-            other tokens (all of them, or under expert parallelism those with the same experts). Each
-            :meth:`Recalibrator.step` then adds up their loads, a collective, so that the biases stay the same.
+        load_group: the ranks that train copies of the model on other tokens (all of them, or under expert parallelism
+            those with the same experts). Each :meth:`Recalibrator.step` then adds up, in collectives, their loads, so
+            that the selection biases of :class:`lrmoe.MoE` routers stay the same, and what their guards look at, so
+            that all ranks stop dropping in the same layers.
 
     Raises:
         ValueError: if no MoE layer is found (listing what is there), if one is found that cannot be recalibrated, or
@@ -113,6 +121,10 @@ class Recalibrator:
 
     The microbatch within a step is counted by the model's own forward calls (training mode, gradients enabled);
     activation checkpointing does not call the model again, so a recompute draws what its forward drew.
+
+    It guards the layers by ``guard_variance`` and ``guard_tail`` of the config: one in which dropping costs too much,
+    over ten optimizer steps, trains with the exact backward for a while, and the logger ``lrmoe`` says so; see
+    :mod:`lrmoe.recalibration.guard`.
 
     A copy of the model (deepcopy, pickle) carries a recalibrator of its own, which no optimizer moves: call its
     :meth:`step`.
@@ -141,11 +153,16 @@ class Recalibrator:
         known = config if config.total_steps is not None else replace(config, final_dense_steps=0)
         # Tensors made in inference mode could not be moved on outside of it.
         with torch.inference_mode(False):
-            self.clock = Clock(known, microbatch=-1)
-            self.layers = {name: LayerControl(self.clock, layer=i, name=name) for i, name in enumerate(names)}
+            self.clock = Clock(known, layers=len(names), microbatch=-1)
+            self._guard = Guard(config, names)
+            watched = self._guard.limit is not None
+            self.layers = {
+                name: LayerControl(self.clock, layer=i, name=name, watched=watched) for i, name in enumerate(names)
+            }
         modules = {name: module for _, layers in found for name, module in layers.items()}
         # Held, not looked up again: wrappers that come later change where a module is found.
         self._modules = {name: modules[name] for name in names}
+        self._host_of = {name: host for host, layers in found for name in layers}
         self.steps_with_optimizer = optimizer is not None
         self._last_drop: float | None = None
         self._backwards_seen = 0
@@ -155,7 +172,7 @@ class Recalibrator:
             host.bind(model, {name: self.layers[name] for name in layers}) for host, layers in found if layers
         ]
         self._own = {name for host, layers in found if isinstance(host, _OwnLayers) for name in layers}
-        self._mask_place = _place_of_mask(model)
+        self._mask_place = place_of_mask(model)
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
         if optimizer is not None:
             self._handles.append(optimizer.register_step_post_hook(self._after_optimizer_step))
@@ -179,44 +196,61 @@ class Recalibrator:
             self.clock.move_to(step=self.clock.step, microbatch=self.clock.microbatch)
 
     def set_step(self, step: int) -> None:
-        """Says how many optimizer steps lie behind; the next forward is the first microbatch after them.
+        """Says how many optimizer steps lie behind; the next forward is the first microbatch after them, and the guard
+        begins anew.
 
         Raises:
             ValueError: if it is no integer >= 0.
         """
         step = require_count("step", step)
         self._last_drop = None
+        self._take_sums()
+        self._guard.reset()
+        self.clock.set_exact(self._guard.exact)
         self.clock.move_to(step=step, microbatch=-1)
 
     def step(self) -> None:
-        """Call once after each optimizer step: moves the schedule and the draws on, and lets each
-        :class:`lrmoe.MoE` router with a selection bias update it from the loads of the step."""
+        """Call once after each optimizer step, on every rank: moves the schedule and the draws on, lets each
+        :class:`lrmoe.MoE` router with a selection bias update it from the loads of the step, and the guard look at it.
+
+        Where ranks share experts, or with a ``load_group``, they add up what the guard looks at: a collective."""
         self._warn_if_bypassed()
         for layer in self._modules.values():
             if isinstance(layer, MoE):
                 layer.update_selection_bias(self._load_group)
         self._last_drop = float(self.clock.drop)
+        sums = self._take_sums()
+        if self._guard.limit is not None and self._last_drop > 0.0:
+            self._watch(sums)
         self.clock.move_to(step=self.clock.step + 1, microbatch=-1)
 
     def metrics(self, *, reset: bool = True) -> dict[str, Any]:
         """What the backward passes did since the last call: ``kept_share``, ``kept_importance_share``,
         ``variance_share`` and ``load_max_over_mean`` (means over layers), ``forward_seconds`` and ``backward_seconds``
-        (sums), and ``layers``: for each name what :meth:`Meter.read` gives. Also ``step``, the optimizer steps done,
-        and ``drop``, as scheduled for the last of them.
+        (sums), and ``layers``: for each name what :meth:`Meter.read` gives, ``guarded``, whether the guard holds the
+        layer at the exact backward now, and ``drop``, 0 if so and else as scheduled. Also ``step``, the optimizer steps
+        done, ``drop``, as scheduled for the last of them, ``guarded_layers``, how many are held now, and
+        ``guard_events``, the :attr:`Guard.events` since the last call.
 
         Synchronises with the device once; call it when you log. Layers that ran no backward are left out. Under expert
         parallelism it tells what this rank computed; :func:`lrmoe.parallel.global_metrics` adds the ranks up.
         """
         layers = {name: totals for name, control in self.layers.items() if (totals := control.meter.totals())}
+        summary = self.summarize(layers)
         if reset:
             self.reset_metrics()
-        return self.summarize(layers)
+        return summary
 
     def summarize(self, totals: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """:meth:`metrics` from the :meth:`Meter.totals` of each layer, say of several ranks together."""
-        layers = {name: shares(layer) for name, layer in totals.items()}
         drop = float(self.clock.drop) if self._last_drop is None else self._last_drop
-        summary: dict[str, Any] = {"step": self.clock.step, "drop": drop}
+        held = dict(zip(self.layers, self._guard.exact, strict=True))
+        layers = {
+            name: {**shares(layer), "guarded": held[name], "drop": 0.0 if held[name] else drop}
+            for name, layer in totals.items()
+        }
+        summary: dict[str, Any] = {"step": self.clock.step, "drop": drop, "guarded_layers": sum(held.values())}
+        summary["guard_events"] = [dict(event) for event in self._guard.events]
         for key in SHARES:
             if layers:
                 summary[key] = sum(layer[key] for layer in layers.values()) / len(layers)
@@ -229,11 +263,18 @@ class Recalibrator:
         """Begins a new interval for :meth:`metrics`."""
         for control in self.layers.values():
             control.meter.reset()
+        self._guard.events.clear()
         self._backwards_seen = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON-able values: the position in training and the configuration it belongs to."""
-        return {"step": self.clock.step, "config": self.config.to_dict(), "layers": _unwrapped(self.layers)}
+        """Plain JSON-able values: the position in training, the configuration it belongs to, and the guard's state,
+        which is the same on all ranks that decide together."""
+        return {
+            "step": self.clock.step,
+            "config": self.config.to_dict(),
+            "layers": _unwrapped(self.layers),
+            "guard": self._guard.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from :meth:`state_dict`. Call between steps.
@@ -260,7 +301,13 @@ class Recalibrator:
                 f"the state was saved with seed={state['config'].get('seed')}, this recalibrator has "
                 f"seed={self.config.seed}; attach with the saved seed to continue its draws"
             )
+        guard = Guard(self.config, list(self.layers))
+        # States of versions without a guard have none; it then begins here.
+        if state.get("guard") is not None:
+            guard.load_state_dict(state["guard"])
         self.set_step(step)
+        self._guard = guard
+        self.clock.set_exact(guard.exact)
 
     def detach(self) -> None:
         """Gives the model back as it was before :func:`attach`."""
@@ -277,6 +324,22 @@ class Recalibrator:
         # A copied model's optimizer is another one, or none yet: somebody has to call the copy's step().
         own = {"_handles": self._handles[:1], "steps_with_optimizer": False, "_load_group": None}
         return {**vars(self), **own}
+
+    def _take_sums(self) -> dict[int, torch.Tensor]:
+        """What the meters have for the guard, by the layer's number; they begin new sums."""
+        taken = {control.layer: control.meter.take_sums() for control in self.layers.values()}
+        return {layer: sums_3 for layer, sums_3 in taken.items() if sums_3 is not None}
+
+    def _watch(self, sums: dict[int, torch.Tensor]) -> None:
+        """Hands the guard the sums of a step."""
+        engines: dict[int, tuple[ExpertsEngine, list[int]]] = {}
+        for place, (name, module) in enumerate(self._modules.items()):
+            if (engine := self._host_of[name].engine(module)) is not None:
+                engines.setdefault(id(engine), (engine, []))[1].append(place)
+        device = next(next(iter(self._modules.values())).parameters()).device
+        sums_L3 = as_sums(sums, len(self.layers), device)
+        if self._guard.after_step(sums_L3, self.clock.step + 1, list(engines.values()), self._load_group):
+            self.clock.set_exact(self._guard.exact)
 
     def _warn_if_bypassed(self) -> None:
         backwards = sum(control.meter.backwards for control in self.layers.values())
@@ -300,7 +363,7 @@ class Recalibrator:
         if self._config.final_dense_steps and self.clock.config.total_steps is None:
             drop_at(self._config, self.clock.step)  # Raises, saying what is missing.
         self.clock.position_3[2].add_(1)
-        mask = _padding_mask(args, kwargs, self._mask_place)
+        mask = padding_mask(args, kwargs, self._mask_place)
         for name, control in self.layers.items():
             # With nothing to drop a host's experts keep its gradients, those of padding included. An lrmoe.MoE leaves
             # padding out of its loads and auxiliary losses whatever the drop, so that runs can be compared.
@@ -332,28 +395,6 @@ def _warn_if_foreign(optimizer: torch.optim.Optimizer, model: nn.Module) -> None
             UserWarning,
             stacklevel=3,
         )
-
-
-def _place_of_mask(model: nn.Module) -> int | None:
-    """Where ``attention_mask`` stands among the positional arguments of the model's forward."""
-    parameters = list(inspect.signature(model.forward).parameters.values())
-    names = [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    return names.index("attention_mask") if "attention_mask" in names else None
-
-
-def _padding_mask(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | None) -> torch.Tensor | None:
-    """The (B*S,) mask of real tokens from a (B, S) ``attention_mask`` that matches the tokens of this call."""
-    mask = kwargs.get("attention_mask")
-    if mask is None and place is not None and place < len(args):
-        mask = args[place]
-    tokens = kwargs.get("input_ids")
-    tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
-    tokens = args[0] if tokens is None and args else tokens
-    if not isinstance(mask, torch.Tensor) or not isinstance(tokens, torch.Tensor):
-        return None
-    if mask.dim() != 2 or mask.shape != tokens.shape[:2]:
-        return None
-    return mask.bool().reshape(-1)
 
 
 # What wrappers put in front of a module's name; a run may be resumed with or without them.

@@ -29,6 +29,8 @@ class ExpertsEngine(Protocol):
     """What can stand in for :func:`~lrmoe.experts.operator.controlled_experts`, with the same arguments: the experts of
     several ranks, :class:`lrmoe.parallel.ExpertParallel`."""
 
+    rank: int
+
     def controlled_experts(
         self,
         x_TD: Tensor,
@@ -43,6 +45,8 @@ class ExpertsEngine(Protocol):
         down_bias: Tensor | None = ...,
         token_mask_T: Tensor | None = ...,
     ) -> Tensor: ...
+
+    def add_up(self, tensor: Tensor, *, what: str) -> Tensor: ...
 
 
 class MoE(nn.Module):

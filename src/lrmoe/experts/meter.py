@@ -64,14 +64,17 @@ class Meter:
     Attributes:
         watch: called with the routed pairs per expert, int64 (E,) on the device, of each backward, where somebody sets
             it; of this rank's part of them under expert parallelism.
+        watched: whether :meth:`take_sums` is wanted; without it no sums are kept for it.
     """
 
     _ids: ClassVar[Iterator[int]] = itertools.count(1)
     _all: ClassVar[weakref.WeakValueDictionary[int, Meter]] = weakref.WeakValueDictionary()
 
-    def __init__(self) -> None:
+    def __init__(self, *, watched: bool = False) -> None:
         self.handle = next(Meter._ids)
         Meter._all[self.handle] = self
+        self.watched = watched
+        self._untaken_sums_3: Tensor | None = None
         self._untaken_load_E: Tensor | None = None
         self.watch: Callable[[Tensor], None] | None = None
         self.reset()
@@ -95,6 +98,10 @@ class Meter:
         routed_E = stats.load_E if routed_E is None else routed_E
         untaken_E = self._untaken_load_E
         self._untaken_load_E = routed_E if untaken_E is None else untaken_E + routed_E
+        if self.watched:
+            sums_3 = torch.stack([stats.importance_total, stats.importance_kept, stats.variance])
+            untaken_3 = self._untaken_sums_3
+            self._untaken_sums_3 = sums_3 if untaken_3 is None else untaken_3 + sums_3
         old = self._sums
         self._sums = (
             stats
@@ -122,6 +129,12 @@ class Meter:
         """
         load_E, self._untaken_load_E = self._untaken_load_E, None
         return load_E
+
+    def take_sums(self) -> Tensor | None:
+        """(3,) fp64 on the device: the sums of R, of kept R and of V* since the last call; None if no backward ran, or
+        nobody watches. Sums of their own, like those of :meth:`take_load_E`: they are for the guard."""
+        sums_3, self._untaken_sums_3 = self._untaken_sums_3, None
+        return sums_3
 
     def totals(self) -> dict[str, Any] | None:
         """Sums as plain numbers and lists, or None if no backward ran; synchronises once with the device. What

@@ -118,7 +118,7 @@ def controlled_experts(
         (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
         control.clock.position_3,
         control.identity_2,
-        control.clock.drop,
+        control.drop,
         control.config,
         activation,
     )

@@ -91,13 +91,13 @@ _State = tuple[Tensor, Tensor, Tensor | None]
 
 def _read(controls: list[LayerControl]) -> _State:
     first = controls[0]
-    return first.clock.position_3.clone(), first.clock.drop.clone(), first.token_mask_T
+    return first.clock.position_3.clone(), first.clock.drop_L.clone(), first.token_mask_T
 
 
 def _write(controls: list[LayerControl], state: _State) -> None:
-    position_3, drop, mask_T = state
+    position_3, drop_L, mask_T = state
     clock = controls[0].clock
     clock.position_3.copy_(position_3)
-    clock.drop.copy_(drop)
+    clock.drop_L.copy_(drop_L)
     for control in controls:
         control.token_mask_T = mask_T

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ try:
     from lrmoe.hosts.transformers_ep import set_balancer
 except ImportError:  # Versions of Transformers without a registry of expert-parallel implementations.
     transformers_ep = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from lrmoe.parallel import ExpertParallel
 
 __all__ = ["HOST", "NAME", "RecalibrationCallback", "lrmoe_experts_forward", "set_balancer"]
 
@@ -163,6 +166,10 @@ class _TransformersHost:
             module.lrmoe_control = controls[name]
         unwrap = follow_recomputes(model, list(controls.values()))
         return _Binding(list(modules.values()), before, unwrap, _share_engine(list(modules.values())))
+
+    def engine(self, module: nn.Module) -> ExpertParallel | None:
+        layer = None if transformers_ep is None else transformers_ep.of_module(module)
+        return None if layer is None else layer.engine
 
 
 def _share_engine(modules: list[Experts]) -> list[Any]:

@@ -25,7 +25,7 @@ from lrmoe.parallel.agreement import Loads, Terms, agree_on_engine, gather_loads
 from lrmoe.parallel.arguments import Tensors, check_call
 from lrmoe.parallel.balance_meter import BalanceMeter
 from lrmoe.parallel.call import Call
-from lrmoe.parallel.collectives import Traffic
+from lrmoe.parallel.collectives import Traffic, all_reduce
 from lrmoe.parallel.expert_parameters import count_slots
 from lrmoe.parallel.home_store import HomeStore
 from lrmoe.parallel.layout import lay_out
@@ -240,6 +240,7 @@ class ExpertParallel:
         return self._run(
             (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
             clock,
+            clock.drop,
             torch.tensor([layer, 0]),
             activation,
         )
@@ -263,9 +264,18 @@ class ExpertParallel:
         return self._run(
             (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
             control.clock,
+            control.drop,
             control.identity_2,
             activation,
         )
+
+    def add_up(self, tensor: Tensor, *, what: str) -> Tensor:
+        """The sum of ``tensor`` over the ranks, the same on all bit for bit; every one of them has to call it.
+
+        Raises:
+            RankFailure: if a rank does not come within the timeout.
+        """
+        return all_reduce(tensor.clone(), self.group, what=what, timeout_s=self.timeout_s, traffic=self.traffic)
 
     def metrics(self, *, reset: bool = True) -> dict[str, Any]:
         """What planning did since the last call: see :class:`lrmoe.parallel.balance_meter.BalanceMeter`, and
@@ -347,9 +357,9 @@ class ExpertParallel:
         for layer in self.registered:
             self._count_slots(layer)
 
-    def _run(self, tensors: Tensors, clock: Clock, identity_2: Tensor, activation: str) -> Tensor:
+    def _run(self, tensors: Tensors, clock: Clock, drop: Tensor, identity_2: Tensor, activation: str) -> Tensor:
         x_TD, ids_TK, alpha_TK, *weights, mask_T = tensors
-        config, drop = clock.config, float(clock.drop)
+        config = clock.config
         seed, step, microbatch = clock.position_3.tolist()
         layer, handle = identity_2.tolist()
         try:
@@ -372,7 +382,7 @@ class ExpertParallel:
                 step=step,
                 microbatch=microbatch,
                 layer=number,
-                drop=drop,
+                drop=float(drop),
                 training=train,
                 biases=tuple(bias is not None for bias in weights[2:]),
                 gradients=tuple(t is not None and t.requires_grad for t in (x_TD, alpha_TK, *weights)),
@@ -391,7 +401,7 @@ class ExpertParallel:
                 layer=number,
                 step=step,
                 microbatch=microbatch,
-                drop=drop,
+                drop=float(drop),
                 quota=config.quota,
                 training=train,
             )
