@@ -19,6 +19,7 @@ def summarize(config: TrainConfig, out: Path, *, diverged_at: int | None) -> dic
     """What ``summary.json`` holds.
 
     ``eval_loss`` is the last validation's, NaN for a run that diverged; ``train_loss`` the mean over the last 50 steps;
+    ``guarded`` the names of the layers that the guard stopped at some time;
     shares are means over the run; ``forward_seconds`` and ``backward_seconds`` those of all MoE layers in one optimizer
     step, the median over log intervals (None where none was measured); ``saved_bytes`` of one microbatch's forward.
     """
@@ -39,6 +40,8 @@ def summarize(config: TrainConfig, out: Path, *, diverged_at: int | None) -> dic
         seconds = [record[key] / steps[record["step"]] for record in records]
         # A GPU's kernels run on after the host's clock has stopped; the layers then report zero.
         summary[key] = statistics.median(seconds) if any(seconds) else None
+    events = [event for record in records for event in record.get("guard_events", ())]
+    summary["guarded"] = list(dict.fromkeys(event["layer"] for event in events if event["kind"] == "stopped"))
     summary["seconds"] = sum(record["seconds"] for record in every_record)
     summary["saved_bytes"] = next((record["saved_bytes"] for record in records if "saved_bytes" in record), None)
     summary["checkpoint"] = None if checkpoint is None else str(checkpoint.relative_to(out))
