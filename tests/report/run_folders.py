@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,12 @@ def record(
 def records(*, seed: int = 0, drop: float = 0.2, cost: float = 0.0) -> list[dict[str, Any]]:
     """The lines of a run of 60 steps, logged every 10 and validated every 20."""
     return [record(s, seed=seed, drop=drop, cost=cost, validated=s % 20 == 0) for s in range(10, 61, 10)]
+
+
+def unpacked(told: dict[str, str]) -> list[float]:
+    """The numbers that a page holds in binary."""
+    code = {"u2": "H", "u4": "I", "f4": "f", "f8": "d"}[told["dtype"]]
+    return array(code, base64.b64decode(told["bdata"])).tolist()
 
 
 def summary_of(lines: list[dict[str, Any]]) -> dict[str, Any]:

@@ -65,6 +65,19 @@ def figures(page: Page) -> list[dict[str, Any]]:
     return found
 
 
+RUN_FIGURES = {
+    "loss",
+    "dropped",
+    "kept_importance",
+    "variance",
+    "variance_map",
+    "importance_map",
+    "load_spread",
+    "time",
+    "time_over_run",
+}
+
+
 def test_a_training_run_shows_what_ran_and_its_numbers(tmp_path: Path) -> None:
     run = train_run(tmp_path / "run")
     page = page_of(run)
@@ -75,9 +88,10 @@ def test_a_training_run_shows_what_ran_and_its_numbers(tmp_path: Path) -> None:
     assert "computed 80.0 % of the token-expert pairs, which hold 98.0 % of the importance" in page.text
     assert "32.0 ms" in page.text, "backward, a step"
     assert "What this does not save" in page.text
-    assert "150 ms of wall clock" in page.text
+    assert "A step took 150 ms, of which a drop can save a part of the 32.0 ms" in page.text
     drawn = {attributes["data-figure"] for attributes in page.named("div") if "data-figure" in attributes}
-    assert drawn == {"loss", "kept_pairs", "kept_importance", "variance", "load_spread", "time"}
+    assert drawn == RUN_FIGURES
+    assert all(attributes["aria-label"] for attributes in page.named("div") if "data-figure" in attributes)
     assert page.data["loads"][0]["total"] == [[240, 180, 120, 60]] * 2
 
 
@@ -203,7 +217,7 @@ def test_only_a_step_and_a_loss_are_enough(tmp_path: Path) -> None:
     page = page_of(write(tmp_path / "run", {}, [{"step": 1, "loss": 2.5}, {"step": 2, "loss": None}], {}))
     assert page.data["figures"]["loss"]["data"][0]["y"] == [2.5]
     assert set(page.data["figures"]) == {"loss"}
-    for words in ("No layer logged this.", "No layer logged its loads.", "Not measured."):
+    for words in ("No layer logged this.", "No layer logged its loads.", "Not measured.", "No drop was logged."):
         assert words in page.text
 
 

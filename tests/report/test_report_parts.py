@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from array import array
 from pathlib import Path
 
 import pytest
-from run_folders import VARIANTS, compare_run, record, train_run
+from run_folders import VARIANTS, compare_run, record, train_run, unpacked
 
 from lrmoe.report import series
+from lrmoe.report.binary import counts, packed
+from lrmoe.report.charts import clipped
 from lrmoe.report.loads import MAX_FRAMES, load_maps
 from lrmoe.report.run_folder import LayerPoint, Point, Training, read_run
 from lrmoe.report.text import duration, fixed, percent, short_layer_names, signed, size
@@ -70,6 +73,56 @@ def test_smoothing_does_not_bridge_what_is_not_finite() -> None:
     assert [i for i, value in enumerate(smoothed) if value is None] == list(range(96, 105))
 
 
+@pytest.mark.parametrize("most", [2, 10, 1200])
+def test_a_thinned_curve_reaches_as_far_as_the_whole_one_and_keeps_its_gaps(most: int) -> None:
+    steps = list(range(0, 5000, 5))
+    values: series.Values = [math.sin(step / 70) + (step % 13) / 10 for step in steps]
+    values[400] = None
+    thin_steps, thin_values = series.thin(steps, values, most)
+    assert len(thin_steps) <= max(most, 2) + 1
+    assert thin_steps == sorted(thin_steps)
+    known = [value for value in values if value is not None]
+    assert min(v for v in thin_values if v is not None) == min(known)
+    assert max(v for v in thin_values if v is not None) == max(known)
+    assert None in thin_values
+    assert set(zip(thin_steps, thin_values, strict=True)) <= set(zip(steps, values, strict=True))
+
+
+def test_a_short_curve_is_not_thinned() -> None:
+    assert series.thin([1, 2], [0.5, None]) == ([1, 2], [0.5, None])
+    assert series.thinned_by(1200) is None
+    assert series.thinned_by(10_000) == 17
+
+
+def test_bands_of_long_comparisons_keep_the_extremes() -> None:
+    steps = list(range(1000))
+    curve = series.over_seeds([(steps, [float(s) for s in steps]), (steps, [s + 1.0 for s in steps])]).thinned(10)
+    assert len(curve.steps) == 10
+    assert (curve.low[0], curve.high[-1]) == (0.0, 1000.0)
+    assert curve.mean[0] == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize(("most", "dtype"), [(65_535, "u2"), (65_536, "u4"), (2**33 + 1, "f8")])
+def test_counts_in_a_page_are_exact(most: int, dtype: str) -> None:
+    told = counts(array("q", [0, most, 7]))
+    assert told["dtype"] == dtype
+    assert unpacked(told) == [0, most, 7]
+
+
+def test_a_table_in_a_page_has_gaps() -> None:
+    told = packed([0.5, None, -2.0, 1.0], (2, 2))
+    assert told["shape"] == "2, 2"
+    values = unpacked(told)
+    assert math.isnan(values[1])
+    assert [values[0], *values[2:]] == [0.5, -2.0, 1.0]
+
+
+def test_a_long_label_shows_its_end() -> None:
+    assert clipped("model.layers.7") == "model.layers.7"
+    assert clipped("a" * 100 + ".layers.7").endswith(".layers.7")
+    assert len(clipped("a" * 100)) == 22
+
+
 def test_a_mean_over_seeds_needs_every_seed() -> None:
     curve = series.over_seeds([([1, 2, 3], [1.0, 2.0, None]), ([1, 2, 3, 4], [3.0, 6.0, 1.0, 1.0])])
     assert curve.steps == [1, 2, 3]
@@ -79,7 +132,7 @@ def test_a_mean_over_seeds_needs_every_seed() -> None:
 
 
 def test_long_runs_keep_an_even_choice_of_frames_and_the_whole_total() -> None:
-    points = [Point(step=s, layers={"a": LayerPoint(load=[s, 1])}) for s in range(1, 1001)]
+    points = [Point(step=s, layers={"a": LayerPoint(load=array("q", [s, 1]))}) for s in range(1, 1001)]
     (one,) = load_maps([Training(variant="run", seed=0, points=points)])
     assert len(one["steps"]) == MAX_FRAMES
     assert (one["steps"][0], one["steps"][-1], one["logged"]) == (1, 1000, 1000)
@@ -93,7 +146,8 @@ def test_layers_may_have_different_numbers_of_experts_and_may_miss_from_a_line(t
     second["layers"][0]["load"], second["layers"][0]["kept"] = [1, 2], [1, 2]
     second["layers"].pop()
     (one,) = load_maps(read_run(train_run(tmp_path / "run", [record(10), second])).trainings)
-    assert one["frames"][1] == [[1, 2], []]
+    assert one["widths"] == [4, 4]
+    assert unpacked(one["frames"])[8:] == [1, 2, 0, 0, 0, 0, 0, 0]
     assert one["total"] == [[41, 32, 20, 10], [40, 30, 20, 10]]
 
 

@@ -51,7 +51,16 @@ def layer(**changes: Any) -> str:
         (layer(load=5), "load must be a list of pairs per expert"),
         (layer(load=[1, -2]), r"load\[1\]=-2 must be an integer >= 0"),
         (layer(load=[1, 2], kept=[1]), "load has 2 experts, kept has 1"),
+        (layer(load=[1, True]), r"load\[1\]=True must be an integer >= 0"),
+        (layer(load=[1, 2**63]), r"load\[1\]=9223372036854775808 is too large"),
         (layer(kept_share="all"), "kept_share='all' must be a number"),
+        (layer(guarded=1), r"layers\[0\]: guarded=1 must be true or false"),
+        (changed(guard_events={}), "guard_events must be a list, found an object"),
+        (changed(guard_events=[3]), r"guard_events\[0\]: expected an object, found a number"),
+        (changed(guard_events=[{"step": 1, "layer": "a", "kind": 3}]), r"guard_events\[0\]: kind=3 must be a string"),
+        (changed(parallel=[]), "parallel must be an object, found a list"),
+        (changed(parallel={"sent_bytes": {"x": "y"}}), r"parallel.sent_bytes: x='y' must be a number"),
+        (changed(saved_bytes={"moe": "1"}), "saved_bytes: moe='1' must be a number"),
         (changed(variant="C0", seed=0), "lines with and without variant are mixed"),
         (changed(seed="a"), "seed='a' must be an integer"),
         ("[" * 100_000, "not valid JSON"),
@@ -113,7 +122,9 @@ def test_malformed_rows_of_a_summary_are_named(tmp_path: Path, summary: dict[str
 def test_layers_may_be_an_object_of_names(tmp_path: Path) -> None:
     run = write(tmp_path / "run", train_config(), [{"step": 1, "layers": {"a": {"load": [1, 2]}}}], None)
     (training,) = read_run(run).trainings
-    assert training.points[0].layers["a"].load == [1, 2]
+    load = training.points[0].layers["a"].load
+    assert load is not None
+    assert list(load) == [1, 2]
 
 
 def test_validation_on_a_line_of_its_own_joins_its_step(tmp_path: Path) -> None:

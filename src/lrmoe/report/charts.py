@@ -7,32 +7,21 @@ belongs to a variant carries ``meta.variant`` (its position), which the page's l
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
+import math
+from collections.abc import Sequence
 from typing import Any
 
 from lrmoe.report import series
-from lrmoe.report.palette import (
-    AXIS,
-    BLUE,
-    BORDER,
-    DEPTH,
-    GRID,
-    INK,
-    MUTED,
-    NEUTRAL,
-    ORANGE,
-    PALE,
-    PALE_BLUE,
-    PAPER,
-    ZERO,
-)
-from lrmoe.report.run_folder import Run, Training
-from lrmoe.report.text import escape, short_layer_names
+from lrmoe.report.binary import packed
+from lrmoe.report.palette import AXIS, BORDER, GRID, INK, MUTED, PAPER, scale
+from lrmoe.report.text import escape
 from lrmoe.report.variants import Look
 
 Figure = dict[str, Any]
 FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
-MAX_LAYER_LINES = 8
+LOSS_UNIT = "loss (nats per token)"
+# Columns and rows of a heat map that a screen shows apart.
+MAX_COLUMNS, MAX_LABELS, MAX_LABEL = 150, 24, 22
 
 
 def axis(title: str, **more: Any) -> Figure:
@@ -82,6 +71,8 @@ def colours_of(*figures: Figure | None) -> list[tuple[str, str]]:
 
 
 def line(steps: list[int], values: series.Values, look: Look, name: str, *, digits: int, width: float = 2) -> Figure:
+    """A curve, thinned by :func:`lrmoe.report.series.thin` where it is long."""
+    steps, values = series.thin(steps, values)
     # A curve of a few points would be invisible, or look measured where it is not, without its markers.
     known = sum(value is not None for value in values)
     return {
@@ -96,161 +87,65 @@ def line(steps: list[int], values: series.Values, look: Look, name: str, *, digi
     }
 
 
-def _band(curve: series.Curve, look: Look) -> Figure:
-    """The area between the lowest and the highest seed, one polygon for each stretch without a gap."""
-    x: list[int | None] = []
-    y: series.Values = []
-    stretch: list[int] = []
-    for i in range(len(curve.steps) + 1):
-        if i < len(curve.steps) and curve.low[i] is not None:
-            stretch.append(i)
-        elif stretch:
-            x += [curve.steps[j] for j in stretch] + [curve.steps[j] for j in reversed(stretch)] + [None]
-            y += [curve.high[j] for j in stretch] + [curve.low[j] for j in reversed(stretch)] + [None]
-            stretch = []
+def limit_line(value: float, text: str, colour: str, *, below: bool) -> Figure:
+    """What ``layout`` takes to draw a horizontal limit with a word on it, above the line or ``below``; ``text`` is
+    plain."""
+    mark = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value}
+    word = {"xref": "paper", "x": 0, "xanchor": "left", "y": value, "yanchor": "top" if below else "bottom"}
     return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": x[:-1],
-        "y": y[:-1],
-        "fill": "toself",
-        "fillcolor": look.fill(),
-        "line": {"width": 0},
-        "hoverinfo": "skip",
+        "shapes": [{**mark, "line": {"color": colour, "width": 1.5, "dash": "dash"}}],
+        "annotations": [{**word, "showarrow": False, "text": escape(text), "font": {"size": 12, "color": colour}}],
     }
 
 
-def variant_curves(
-    run: Run,
-    looks: dict[str, Look],
-    curve_of: Callable[[Training], tuple[list[int], series.Values]],
-    frame: Figure,
+def heat_map(
+    labels: Sequence[str],
+    steps: Sequence[int],
+    rows: Sequence[series.Values],
     *,
+    unit: str,
+    colours: tuple[str, ...],
+    low: float,
+    high: float,
     digits: int,
 ) -> Figure | None:
-    """One line (mean over seeds) and band (range over seeds) a variant; None if no variant has a value."""
-    data: list[Figure] = []
-    for position, variant in enumerate(run.variants):
-        curve = series.over_seeds([curve_of(training) for training in run.of(variant)])
-        if all(value is None for value in curve.mean):
-            continue
-        traces = [_band(curve, looks[variant])] if curve.has_band else []
-        traces.append(line(curve.steps, curve.mean, looks[variant], variant, digits=digits))
-        data += [{**trace, "meta": {"variant": position}} for trace in traces]
-    return {"data": data, "layout": frame} if data else None
+    """One row a label, one column a step; where there are many steps, a column for the mean of several.
 
-
-def column_curves(run: Run, looks: dict[str, Look], column: str, frame: Figure, *, digits: int) -> Figure | None:
-    """:func:`variant_curves` of one logged column."""
-
-    def curve_of(training: Training) -> tuple[list[int], series.Values]:
-        steps, values = training.series(column)
-        return steps, series.finite(values)
-
-    return variant_curves(run, looks, curve_of, frame, digits=digits)
-
-
-def smoothed_loss(run: Run, looks: dict[str, Look]) -> Figure | None:
-    """Training loss, smoothed per seed, of every variant."""
-
-    def curve_of(training: Training) -> tuple[list[int], series.Values]:
-        steps, values = training.series("loss")
-        return steps, series.smooth(values)
-
-    return variant_curves(run, looks, curve_of, layout("optimizer step", LOSS_UNIT), digits=4)
-
-
-LOSS_UNIT = "loss (nats per token)"
-
-
-def loss_difference(run: Run, looks: dict[str, Look], baseline: str) -> Figure | None:
-    """Validation loss minus that of the baseline of the same seed."""
-    base = {training.seed: training.series("eval_loss") for training in run.of(baseline)}
-
-    def curve_of(training: Training) -> tuple[list[int], series.Values]:
-        return series.difference(*training.series("eval_loss"), *base.get(training.seed, ([], [])))
-
-    frame = layout("optimizer step", "difference (nats per token)")
-    frame["yaxis"] |= {"tickformat": "+.3~f", "zeroline": True, "zerolinecolor": ZERO}
-    return variant_curves(run, looks, curve_of, frame, digits=4)
-
-
-def single_loss(training: Training) -> Figure | None:
-    """Training loss as logged and smoothed, and validation loss, of one run."""
-    steps, loss = training.series("loss")
-    eval_steps, eval_loss = training.series("eval_loss")
-    train, valid = Look(colour=BLUE, dash="solid"), Look(colour=ORANGE, dash="solid")
-    data = []
-    if any(value is not None for value in series.finite(loss)):
-        smoothed = line(steps, series.smooth(loss), train, "training loss", digits=4)
-        if len(loss) >= 50:  # below that the smoothing window is one point
-            logged = line(
-                steps, series.finite(loss), Look(colour=PALE_BLUE, dash="solid"), "as logged", digits=4, width=1
-            )
-            data.append(logged)
-            smoothed["name"] = "training loss, smoothed"
-        data.append(smoothed)
-    if any(value is not None for value in series.finite(eval_loss)):
-        curve = line(eval_steps, series.finite(eval_loss), valid, "validation loss", digits=4)
-        data.append(
-            curve | {"mode": "lines+markers", "marker": {"color": valid.colour, "size": 7, "symbol": "diamond"}}
-        )
-    if not data:
+    Args:
+        labels: plain text, no two alike.
+        steps: of the values; ``rows``: a value a step each, None where there is none.
+        unit: what the colours say, with its unit.
+        colours, low, high: the scale and its ends.
+        digits: decimals in the hover.
+    """
+    if not any(value is not None for row in rows for value in row):
         return None
-    return {
-        "data": data,
-        "layout": layout("optimizer step", LOSS_UNIT, height=360),
-    }
-
-
-def share_per_layer(trainings: list[Training], column: str, y_title: str, *, whole_range: bool) -> Figure | None:
-    """A share in percent, one line a layer (mean over seeds); a heat map where there are too many layers for lines."""
-    names = list(dict.fromkeys(name for training in trainings for name in training.layer_names))
-    curves = []
-    for name in names:
-        seeds = [training.layer_series(name, column) for training in trainings]
-        percent = [(steps, series.finite(100 * value for value in values)) for steps, values in seeds]
-        curves.append(series.over_seeds(percent))
-    shown = [
-        (label, curve)
-        for label, curve in zip(short_layer_names(names), curves, strict=True)
-        if any(value is not None for value in curve.mean)
-    ]
-    if not shown:
-        return None
-    if len(shown) > MAX_LAYER_LINES:
-        return _layer_heat(shown, y_title)
-    data = []
-    for i, (label, curve) in enumerate(shown):
-        look = Look(colour=DEPTH[round(i * (len(DEPTH) - 1) / max(1, len(shown) - 1))], dash="solid")
-        # Layers with the same share lie on top of each other: earlier lines are wider, so that all stay visible.
-        width = 1.75 + 1.5 * (len(shown) - 1 - i)
-        data.append(line(curve.steps, curve.mean, look, label, digits=2, width=width))
-        data[-1]["hovertemplate"] += " %"
-    frame = layout("optimizer step", y_title)
-    lowest = min(value for _, curve in shown for value in curve.mean if value is not None)
-    bottom = 0.0 if whole_range else lowest - max(0.2, 0.08 * (100 - lowest))
-    # A little room above 100 %, so that a line there is seen whole.
-    frame["yaxis"] |= {"range": [bottom, 100 + 0.03 * (100 - bottom)]}
-    return {"data": data, "layout": frame}
-
-
-def _layer_heat(shown: list[tuple[str, series.Curve]], title: str) -> Figure:
-    steps = sorted({step for _, curve in shown for step in curve.steps})
-    rows = [dict(zip(curve.steps, curve.mean, strict=True)) for _, curve in shown]
-    labels = [escape(label) for label, _ in shown]
-    frame = layout("optimizer step", "", hovermode="closest", height=max(320, 14 * len(shown) + 80))
-    frame["yaxis"] |= {"autorange": "reversed", "type": "category"}
+    cut = series.parts(len(steps), MAX_COLUMNS)
+    means = [series.mean([row[i] for i in part]) for row in rows for part in cut]
+    names = [escape(label) for label in labels]
+    frame = layout("optimizer step", "", hovermode="closest")
+    frame["height"] = 100 + len(labels) * min(34, max(8, 480 // len(labels)))
+    frame["xaxis"] |= {"rangemode": "normal", "showgrid": False}
+    ticks = list(range(0, len(labels), math.ceil(len(labels) / MAX_LABELS)))
+    frame["yaxis"] |= {"type": "category", "range": [len(labels) - 0.5, -0.5], "showgrid": False, "ticksuffix": " "}
+    frame["yaxis"] |= {"tickvals": ticks, "ticktext": [escape(clipped(labels[i])) for i in ticks]}
+    bar = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom", "len": 0.7, "thickness": 10}
+    bar |= {"xpad": 0, "ypad": 4, "outlinewidth": 0, "tickfont": {"size": 12, "color": MUTED}, "nticks": 4}
+    # The bar makes room for itself above the chart, and carries the unit.
+    bar |= {"title": {"text": unit, "side": "top", "font": {"size": 13, "color": MUTED}}}
+    many = "mean up to step" if len(cut) < len(steps) else "step"
     return {
         "data": [
             {
                 "type": "heatmap",
-                "x": steps,
-                "y": labels,
-                "z": [[row.get(step) for step in steps] for row in rows],
-                "colorscale": "Cividis",
-                "colorbar": {"title": {"text": "%", "side": "top"}, "thickness": 12, "outlinewidth": 0},
-                "hovertemplate": f"%{{y}}, step %{{x}}<br>%{{z:.2f}} %<extra>{title}</extra>",
+                "x": [steps[part[-1]] for part in cut],
+                "y": names,
+                "z": packed(means, (len(labels), len(cut))),
+                "zmin": low,
+                "zmax": high,
+                "colorscale": scale(colours),
+                "colorbar": bar,
+                "hovertemplate": f"%{{y}}, {many} %{{x:,d}}<br>%{{z:.{digits}f}}<extra></extra>",
                 "hoverongaps": False,
             }
         ],
@@ -258,29 +153,26 @@ def _layer_heat(shown: list[tuple[str, series.Curve]], title: str) -> Figure:
     }
 
 
-def time_bars(names: list[str], forward: list[float], backward: list[float]) -> Figure:
-    """Milliseconds a step in the forward and the backward of the MoE layers, one pair of bars a name."""
-    labels = [escape(name) for name in names]
-
-    def bars(values: list[float], name: str, colour: str) -> Figure:
-        return {
+def stacked_bar(parts: Sequence[tuple[str, str, float, str]], x_title: str) -> Figure:
+    """One bar of parts: name, colour, length and what is written of it; names and words are plain."""
+    data = [
+        {
             "type": "bar",
             "orientation": "h",
-            "y": labels,
-            "x": values,
-            "name": name,
+            "y": [""],
+            "x": [length],
+            "name": escape(name),
             "marker": {"color": colour},
-            "text": [f"{value:,.1f} ms" for value in values],
-            "textposition": "auto",
-            "insidetextanchor": "end",
-            "textfont": {"size": 12},
-            "hovertemplate": f"%{{y}}<br>{name}: %{{x:,.2f}} ms a step<extra></extra>",
+            "hovertemplate": f"{escape(name)}: {escape(word)}<extra></extra>",
         }
+        for name, colour, length, word in parts
+    ]
+    frame = layout(x_title, "", hovermode="closest", barmode="stack", height=120)
+    frame["xaxis"] |= {"tickformat": ",~r", "range": [0, sum(length for _, _, length, _ in parts) or 1]}
+    frame["yaxis"] |= {"showticklabels": False, "showgrid": False}
+    return {"data": data, "layout": frame}
 
-    longest = max(*forward, *backward)
-    frame = layout("milliseconds a step", "")
-    frame |= {"barmode": "group", "bargap": 0.3, "bargroupgap": 0.08, "hovermode": "closest"}
-    frame["height"] = 110 + 64 * len(names)
-    frame["xaxis"] |= {"range": [0, 1.05 * longest], "tickformat": ",~r"}
-    frame["yaxis"] |= {"autorange": "reversed", "type": "category", "ticksuffix": "  "}
-    return {"data": [bars(forward, "forward", PALE), bars(backward, "backward", NEUTRAL)], "layout": frame}
+
+def clipped(label: str) -> str:
+    """A label short enough for the side of a chart on a phone: the end of a long one, which tells layers apart."""
+    return label if len(label) <= MAX_LABEL else f"…{label[1 - MAX_LABEL :]}"

@@ -5,9 +5,12 @@ The figure itself is drawn in the page, which holds the counts and shows the ste
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
-from lrmoe.report.charts import Figure, axis, layout
+from lrmoe.report.binary import counts
+from lrmoe.report.charts import Figure, axis, clipped, layout
 from lrmoe.report.run_folder import Point, Training
 from lrmoe.report.text import escape, short_layer_names
 
@@ -20,9 +23,11 @@ def load_maps(trainings: list[Training]) -> list[dict[str, Any]]:
     """One object for each training that logged loads, JSON-able::
 
     {"variant": str, "seed": int,         # variant escaped
-     "layers": [str], "names": [str],     # short and whole names, escaped
+     "layers": [str], "names": [str],     # short and whole names, escaped; short ones cut for the side of a chart
      "steps": [int],                      # of the frames
-     "frames": [[[int]]],                 # frame, layer, expert: pairs since the log before; [] where not logged
+     "widths": [int],                     # experts of each layer
+     "frames": {"dtype": str, "bdata": str},  # frame by frame, layer by layer, pairs of each expert since the log
+                                          # before (0 where not logged), see lrmoe.report.binary.counts
      "total": [[int]],                    # layer, expert: pairs over all logged steps
      "top": float,                        # the largest load over its layer's mean, in any frame and in total
      "logged": int}                       # logged steps, of which the frames are an even choice
@@ -36,16 +41,22 @@ def load_maps(trainings: list[Training]) -> list[dict[str, Any]]:
         a_frame = sum(widths.values())
         frames = max(2, min(MAX_FRAMES, MAX_COUNTS // (len(loaded) * max(1, a_frame))))
         chosen = _evenly(points, frames)
-        shown = [[_load(point, name) for name in names] for point in chosen]
+        shown: list[list[Sequence[int]]] = [[_load(point, name) for name in names] for point in chosen]
         total = [_total(points, name, widths[name]) for name in names]
+        flat = array("q")
+        for frame in shown:
+            for name, load in zip(names, frame, strict=True):
+                flat.extend(load)
+                flat.extend([0] * (widths[name] - len(load)))
         maps.append(
             {
                 "variant": escape(training.variant),
                 "seed": training.seed,
-                "layers": [escape(name) for name in short_layer_names(names)],
+                "layers": [escape(clipped(name)) for name in short_layer_names(names)],
                 "names": [escape(name) for name in names],
                 "steps": [point.step for point in chosen],
-                "frames": shown,
+                "widths": list(widths.values()),
+                "frames": counts(flat),
                 "total": total,
                 "top": max(_skew(load) for layers in [*shown, total] for load in layers),
                 "logged": len(points),
@@ -56,7 +67,7 @@ def load_maps(trainings: list[Training]) -> list[dict[str, Any]]:
 
 def load_frame() -> Figure:
     """The layout that the script of the page completes."""
-    frame = layout("", "", hovermode="closest", margin={"l": 8, "r": 12, "t": 50, "b": 52})
+    frame = layout("", "", hovermode="closest", margin={"l": 8, "r": 12, "t": 8, "b": 52})
     return frame | {
         "xaxis": axis("", showgrid=False, zeroline=False),
         "yaxis": axis("", showgrid=False, zeroline=False),
@@ -67,7 +78,7 @@ def _points(training: Training) -> list[Point]:
     return [point for point in training.points if any(layer.load for layer in point.layers.values())]
 
 
-def _load(point: Point, name: str) -> list[int]:
+def _load(point: Point, name: str) -> Sequence[int]:
     layer = point.layers.get(name)
     return [] if layer is None or layer.load is None else layer.load
 
@@ -75,12 +86,12 @@ def _load(point: Point, name: str) -> list[int]:
 def _total(points: list[Point], name: str, width: int) -> list[int]:
     total = [0] * width
     for point in points:
-        for expert, pairs in enumerate(_load(point, name)):
-            total[expert] += pairs
+        load = _load(point, name)
+        total = [a + b for a, b in zip(total, [*load, *[0] * (width - len(load))], strict=True)]
     return total
 
 
-def _skew(load: list[int]) -> float:
+def _skew(load: Sequence[int]) -> float:
     return max(load) * len(load) / sum(load) if any(load) else 0.0
 
 

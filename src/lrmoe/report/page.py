@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from lrmoe.report import frame, overview, palette, sections
+from lrmoe.report import comparison_sections, frame, overview, palette, run_sections, sections
 from lrmoe.report.comparison import rows_of
 from lrmoe.report.frame import Frame, inline_json, write_page
 from lrmoe.report.index_entries import is_run_folder
@@ -68,7 +68,12 @@ def render(run: Run) -> Frame:
     baseline = find_baseline(run)
     page = Page(run=run, baseline=baseline, looks=looks(run, baseline), rows=rows_of(run, baseline))
     head = overview.facts(page) + frame.notices(_notices(page)) + overview.tiles(page)
-    body = table(page) + legend(page) + "".join(section(page) for section in sections.SECTIONS)
+    if run.is_comparison:
+        head += comparison_sections.advice_box(page)
+        parts = [table(page), legend(page), comparison_sections.cost(page), comparison_sections.kept_by_variant(page)]
+        body = "".join(parts) + "".join(section(page) for section in sections.SECTIONS)
+    else:
+        body = run_sections.body(page) + sections.limits(page)
     return Frame(
         kind="Comparison" if run.is_comparison else "Training run",
         title=overview.title(page),

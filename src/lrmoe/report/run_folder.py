@@ -5,14 +5,15 @@ A run folder holds
 - ``config.json``: one object, the settings of the run;
 - ``metrics.jsonl``: one object a line, one line a logged step. ``step`` is required; ``loss``, ``eval_loss``, ``drop``,
   ``kept_share``, ``kept_importance_share``, ``variance_share``, ``load_max_over_mean``, ``forward_seconds``,
-  ``backward_seconds``, ``seconds`` and ``layers`` may be absent or null; a comparison adds ``variant`` and ``seed`` to
-  every line;
+  ``backward_seconds``, ``seconds``, ``guarded_layers``, ``guard_events``, ``saved_bytes``, ``parallel`` and ``layers``
+  may be absent or null; a comparison adds ``variant`` and ``seed`` to every line;
 - ``summary.json``: one object, the result; absent while a run is unfinished.
 """
 
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,17 +28,43 @@ NUMBERS = (
     *SHARES,
     *SECONDS,
     "seconds",
+    "guarded_layers",
 )
-_LAYER_COUNTS = ("load", "kept")
+_LAYER_NUMBERS = (*SHARES, "drop")
+# Of ``parallel``, what lrmoe.parallel.ExpertParallel.metrics gives: means over a line's plans.
+BALANCE = (
+    "home_max_over_mean",
+    "forward_max_over_mean",
+    "home_kept_max_over_mean",
+    "backward_max_over_mean",
+    "replicas",
+    "moved_rows",
+    "rows",
+    "kept_rows",
+    "extra_dropped",
+)
 
 
 @dataclass(kw_only=True, slots=True)
 class LayerPoint:
-    """One MoE layer between two logs. ``load`` and ``kept``: pairs per expert, summed; None where not logged."""
+    """One MoE layer between two logs. ``load``: routed pairs per expert, summed; None where not logged. ``guarded``:
+    whether the guard had stopped the layer's dropping."""
 
     values: dict[str, float] = field(default_factory=dict)
-    load: list[int] | None = None
-    kept: list[int] | None = None
+    load: array[int] | None = None
+    guarded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardEvent:
+    """The guard stopped a layer's dropping, or let it drop again: ``kind`` says which. ``value`` is what was measured
+    and ``limit`` what it was held against, of V*/sum R or of the dropped share of sum R."""
+
+    step: int
+    layer: str
+    kind: str
+    value: float | None
+    limit: float | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -47,6 +74,10 @@ class Point:
     step: int
     values: dict[str, float] = field(default_factory=dict)
     layers: dict[str, LayerPoint] = field(default_factory=dict)
+    events: list[GuardEvent] = field(default_factory=list)
+    parallel: dict[str, float] = field(default_factory=dict)
+    sent_bytes: dict[str, float] = field(default_factory=dict)
+    saved_bytes: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -142,17 +173,23 @@ def read_run(run_dir: Path) -> Run:
 def _merge(into: Point, later: Point) -> None:
     into.values.update(later.values)
     into.layers.update(later.layers)
+    into.events = later.events or into.events
+    into.parallel.update(later.parallel)
+    into.sent_bytes.update(later.sent_bytes)
+    into.saved_bytes.update(later.saved_bytes)
 
 
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ValueError(
-            f"{path} is missing; give the folder that lrmoe train or lrmoe compare wrote with --out"
-        ) from None
+        raise _missing(path) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
+
+
+def _missing(path: Path) -> ValueError:
+    return ValueError(f"{path} is missing; give the folder that lrmoe train or lrmoe compare wrote with --out")
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -170,20 +207,33 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a JSON-lines file with the numbers of their lines; ValueError naming file and line otherwise."""
-    # Not str.splitlines, which also breaks at characters that JSON strings may contain.
-    for number, line in enumerate(_read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{path}, line {number}: not valid JSON: {error}. If the run was killed while it wrote, "
-                "delete this line and write the report again"
-            ) from None
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}, line {number}: expected a JSON object, found {_kind(value)}")
-        yield number, value
+    if not path.is_file():
+        raise _missing(path)
+    with open(path, "rb") as file:
+        before = 0
+        # A line at a time: the lines of a long run do not fit into memory together. Not str.splitlines, which also
+        # breaks at characters that JSON strings may contain.
+        for number, line in enumerate(file, start=1):
+            try:
+                text = line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path} is not UTF-8 text (byte {before + error.start})") from None
+            before += len(line)
+            if text.strip():
+                yield number, _parsed(text, path, number)
+
+
+def _parsed(line: str, path: Path, number: int) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path}, line {number}: not valid JSON: {error}. If the run was killed while it wrote, "
+            "delete this line and write the report again"
+        ) from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}, line {number}: expected a JSON object, found {_kind(value)}")
+    return value
 
 
 def _point(row: dict[str, Any], where: str) -> Point:
@@ -194,12 +244,50 @@ def _point(row: dict[str, Any], where: str) -> Point:
         here = f"{where}, layers[{position}]"
         if name in point.layers:
             raise ValueError(f"{here}: name={name!r} is there twice")
-        counts = {key: _counts(layer[key], key, here) for key in _LAYER_COUNTS if layer.get(key) is not None}
-        load, kept = counts.get("load"), counts.get("kept")
+        load, kept = (None if layer.get(key) is None else _counts(layer[key], key, here) for key in ("load", "kept"))
         if load is not None and kept is not None and len(load) != len(kept):
             raise ValueError(f"{here}: load has {len(load)} experts, kept has {len(kept)}")
-        point.layers[name] = LayerPoint(values=_numbers(layer, SHARES, here), load=load, kept=kept)
+        guarded = layer.get("guarded") or False
+        if not isinstance(guarded, bool):
+            raise ValueError(f"{here}: guarded={guarded!r} must be true or false")
+        point.layers[name] = LayerPoint(values=_numbers(layer, _LAYER_NUMBERS, here), load=load, guarded=guarded)
+    point.events = [
+        _event(event, f"{where}, guard_events[{i}]") for i, event in enumerate(_list(row, "guard_events", where))
+    ]
+    parallel = _object(row, "parallel", where)
+    point.parallel = _numbers(parallel, BALANCE, f"{where}, parallel")
+    sent = _object(parallel, "sent_bytes", f"{where}, parallel")
+    point.sent_bytes = _numbers(sent, tuple(sent), f"{where}, parallel.sent_bytes")
+    saved = _object(row, "saved_bytes", where)
+    point.saved_bytes = _numbers(saved, ("moe", "model"), f"{where}, saved_bytes")
     return point
+
+
+def _event(event: object, where: str) -> GuardEvent:
+    if not isinstance(event, dict):
+        raise ValueError(f"{where}: expected an object, found {_kind(event)}")
+    numbers = _numbers(event, ("value", "limit"), where)
+    return GuardEvent(
+        step=_count(event.get("step"), "step", where),
+        layer=_text(event.get("layer"), "layer", where),
+        kind=_text(event.get("kind"), "kind", where),
+        value=numbers.get("value"),
+        limit=numbers.get("limit"),
+    )
+
+
+def _list(row: dict[str, Any], key: str, where: str) -> list[Any]:
+    value = row.get(key)
+    if value is not None and not isinstance(value, list):
+        raise ValueError(f"{where}: {key} must be a list, found {_kind(value)}")
+    return value or []
+
+
+def _object(row: dict[str, Any], key: str, where: str) -> dict[str, Any]:
+    value = row.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"{where}: {key} must be an object, found {_kind(value)}")
+    return value or {}
 
 
 def _named_layers(layers: object, where: str) -> list[tuple[str, dict[str, Any]]]:
@@ -233,10 +321,15 @@ def _numbers(row: dict[str, Any], columns: tuple[str, ...], where: str) -> dict[
     return values
 
 
-def _counts(values: object, name: str, where: str) -> list[int]:
+def _counts(values: object, name: str, where: str) -> array[int]:
     if not isinstance(values, list):
         raise ValueError(f"{where}: {name} must be a list of pairs per expert, found {_kind(values)}")
-    return [_count(value, f"{name}[{expert}]", where) for expert, value in enumerate(values)]
+    # A long run has millions of them: looked at one by one only to name the one that is wrong.
+    if values and (set(map(type, values)) != {int} or min(values) < 0 or max(values) >= 2**63):
+        for expert, value in enumerate(values):
+            if _count(value, f"{name}[{expert}]", where) >= 2**63:
+                raise ValueError(f"{where}: {name}[{expert}]={value} is too large for a number of pairs")
+    return array("q", values)
 
 
 def _count(value: object, name: str, where: str) -> int:

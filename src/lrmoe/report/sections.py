@@ -1,33 +1,20 @@
-"""The parts of a report that hold charts: each a string of HTML, with the figures put into ``page.figures`` by name."""
+"""The parts of the page of a comparison that hold charts: each a string of HTML, with the figures put into
+``page.figures`` by name. A single run's are in :mod:`lrmoe.report.run_sections`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from lrmoe.report import charts
+from lrmoe.report import charts, load_section
 from lrmoe.report.comparison import seconds_a_step
-from lrmoe.report.loads import load_maps
-from lrmoe.report.text import counted, duration, escape
+from lrmoe.report.text import duration, escape
+from lrmoe.report.variant_charts import column_curves, share_per_layer, smoothed_loss, time_bars
 from lrmoe.report.variants import settings_of
 from lrmoe.report.view import Page, card
 
 
 def loss(page: Page) -> str:
     run = page.run
-    if not run.is_comparison:
-        figure = charts.single_loss(run.trainings[0]) if run.trainings else None
-        note = f"Cross-entropy of the next token; lower is better. {_validation_text(page)}"
-        body = card(
-            page,
-            "loss",
-            "Training and validation loss",
-            note,
-            figure,
-            "No finite loss was logged.",
-            colours=charts.colours_of(figure),
-            wide=True,
-        )
-        return f'<h2>Loss</h2><div class="grid">{body}</div>'
     band = " Line: mean over seeds; band: lowest to highest seed." if page.seeds > 1 else ""
     parts = [
         card(
@@ -35,7 +22,7 @@ def loss(page: Page) -> str:
             "train_loss",
             "Training loss, smoothed",
             "Moving average over a 25th of the run." + band,
-            charts.smoothed_loss(run, page.looks),
+            smoothed_loss(run, page.looks),
             "No finite training loss was logged.",
         ),
         card(
@@ -43,17 +30,10 @@ def loss(page: Page) -> str:
             "eval_loss",
             "Validation loss",
             _validation_text(page) + band,
-            charts.column_curves(
-                run, page.looks, "eval_loss", charts.layout("optimizer step", charts.LOSS_UNIT), digits=4
-            ),
+            column_curves(run, page.looks, "eval_loss", charts.layout("optimizer step", charts.LOSS_UNIT), digits=4),
             "No validation loss was logged.",
         ),
     ]
-    if page.baseline is not None and page.many:
-        note = f"Each variant minus {page.baseline} of the same seed, same start and same data; above zero is worse."
-        figure = charts.loss_difference(run, page.looks, page.baseline)
-        empty = "No step has a validation loss of both."
-        parts.append(card(page, "difference", "What dropping cost", note + band, figure, empty, wide=True))
     return f'<h2>Loss</h2><div class="grid">{"".join(parts)}</div>'
 
 
@@ -68,8 +48,7 @@ def kept(page: Page) -> str:
 
     def per_layer(column: str, y_title: str, *, whole_range: bool) -> list[charts.Figure | None]:
         choices = [
-            charts.share_per_layer(run.of(variant), column, y_title, whole_range=whole_range)
-            for variant in run.variants
+            share_per_layer(run.of(variant), column, y_title, whole_range=whole_range) for variant in run.variants
         ]
         return choices or [None]
 
@@ -103,9 +82,7 @@ def kept(page: Page) -> str:
             "The least variance that any unbiased choice of so many pairs has, in units of the sum of importance: the "
             "noise that dropping adds against the noise of the batch itself. Mean over layers.",
             _floored(
-                charts.column_curves(
-                    run, page.looks, "variance_share", charts.layout("optimizer step", "V*/ΣR"), digits=5
-                )
+                column_curves(run, page.looks, "variance_share", charts.layout("optimizer step", "V*/ΣR"), digits=5)
             ),
             "Not logged.",
             wide=True,
@@ -141,12 +118,10 @@ def _choice(page: Page, identity: str, names: str) -> str:
 
 
 def loads(page: Page) -> str:
-    run = page.run
-    page.loads = load_maps(run.trainings)
-    frame = charts.layout("optimizer step", "largest load / mean load")
-    spread = charts.column_curves(run, page.looks, "load_max_over_mean", frame, digits=3)
-    parts = [_load_map(page)]
-    parts.append(
+    figure = charts.layout("optimizer step", "busiest expert / mean expert")
+    spread = column_curves(page.run, page.looks, "load_max_over_mean", figure, digits=3)
+    return load_section.section(
+        page,
         card(
             page,
             "load_spread",
@@ -156,50 +131,7 @@ def loads(page: Page) -> str:
             spread,
             "Not logged.",
             wide=True,
-        )
-    )
-    return (
-        "<h2>Load of the experts</h2>"
-        '<p class="intro">Pairs routed to each expert in the forward. Dropping does not change the forward, '
-        f'but what is learned from it changes the router.</p><div class="grid">{"".join(parts)}</div>'
-    )
-
-
-def _load_map(page: Page) -> str:
-    title = "<h3>Load per expert and layer</h3>"
-    if not page.loads:
-        return f'<section class="card wide">{title}<p class="empty">No layer logged its loads.</p></section>'
-    picker = ""
-    if len(page.loads) > 1:
-        first = next((i for i, one in enumerate(page.loads) if one["variant"] != escape(page.baseline)), 0)
-        options = "".join(
-            # The variant is escaped already.
-            f'<option value="{i}"{" selected" if i == first else ""}>{one["variant"]}, seed {one["seed"]}</option>'
-            for i, one in enumerate(page.loads)
-        )
-        picker = (
-            '<label for="load-training">Variant and seed'
-            f'<select id="load-training" autocomplete="off">{options}</select></label>'
-        )
-    thinned = max(page.loads, key=lambda one: one["logged"] - len(one["steps"]))
-    note = (
-        "Blue: fewer pairs than the mean of the layer; white: an even load; orange: more. One colour scale for the run."
-    )
-    if len(thinned["steps"]) < thinned["logged"]:
-        note += (
-            f" The slider stops at {len(thinned['steps'])} of {counted(thinned['logged'], 'logged step')}; "
-            "the mean is over all of them."
-        )
-    return (
-        f'<section class="card wide">{title}<p class="note">{note}</p><div class="controls">{picker}'
-        '<label for="load-view">Show<select id="load-view" autocomplete="off">'
-        '<option value="mean">Mean over the run</option><option value="last">Last logged step</option>'
-        '<option value="step">One logged step</option></select></label>'
-        '<label class="slider" id="load-step-label" for="load-step" hidden><span>Optimizer step '
-        '<output id="load-step-value" for="load-step"></output></span>'
-        '<input type="range" id="load-step" min="0" max="0" value="0" step="1" autocomplete="off"></label></div>'
-        '<div class="plot" id="load-map" role="img" '
-        'aria-label="Heat map of the load of each expert in each layer"></div></section>'
+        ),
     )
 
 
@@ -213,7 +145,7 @@ def time(page: Page) -> str:
     figure = None
     if measured:
         names, forwards, backwards = zip(*measured, strict=True)
-        figure = charts.time_bars(list(names), list(forwards), list(backwards))
+        figure = time_bars(list(names), list(forwards), list(backwards))
     note = "Inside the experts of all MoE layers, one optimizer step: CPU time on one thread, wall clock on several."
     reference = page.baseline if run.is_comparison else next(iter(run.variants), None)
     whole = seconds_a_step(run.of(reference), "seconds") if reference is not None else None

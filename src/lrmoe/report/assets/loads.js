@@ -14,6 +14,21 @@
     const output = document.getElementById("load-step-value");
     const number = new Intl.NumberFormat("en");
 
+    // Numbers as the page packs them, unpacked once for each training.
+    const kinds = { u2: Uint16Array, u4: Uint32Array, f8: Float64Array };
+    const unpacked = new Map();
+    function framesOf(one) {
+      if (!unpacked.has(one)) {
+        const bytes = Uint8Array.from(atob(one.frames.bdata), (letter) => letter.charCodeAt(0));
+        unpacked.set(one, new kinds[one.frames.dtype](bytes.buffer));
+      }
+      return unpacked.get(one);
+    }
+    function frameOf(one, frame) {
+      let at = frame * one.widths.reduce((a, b) => a + b, 0);
+      return one.widths.map((width) => { at += width; return [...framesOf(one).subarray(at - width, at)]; });
+    }
+
     // Pairs of each expert over the mean of its layer; null where the layer got none.
     const ratios = (layers) => layers.map((pairs) => {
       const mean = pairs.reduce((a, b) => a + b, 0) / pairs.length;
@@ -26,7 +41,7 @@
       const stepwise = view.value === "step";
       sliderLabel.hidden = !stepwise;
       const frame = view.value === "last" ? one.steps.length - 1 : Math.min(Number(slider.value), one.steps.length - 1);
-      const pairs = view.value === "mean" ? one.total : one.frames[frame];
+      const pairs = view.value === "mean" ? one.total : frameOf(one, frame);
       output.textContent = number.format(one.steps[frame]);
       slider.setAttribute("aria-valuetext", `step ${one.steps[frame]}`);
 
