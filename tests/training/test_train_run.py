@@ -105,13 +105,14 @@ def test_logged_loss_is_the_language_model_loss_of_the_next_batch(tiny: MakeConf
 
 
 def test_run_learns_and_repeats_bit_for_bit(tiny: MakeConfig, tmp_path: Path) -> None:
-    config = tiny(steps=15, eval_every=15, save_every=15, lr=3e-2)
+    settings: dict[str, Any] = {"steps": 15, "eval_every": 15, "save_every": 15, "lr": 3e-2, "guard_variance": None}
+    config = tiny(**settings)
     for name in ("a", "b"):
         run(config, tmp_path / name)
     first, second = (read_records(tmp_path / name / "metrics.jsonl") for name in ("a", "b"))
     assert without_seconds(first) == without_seconds(second)
     assert first[-1]["loss"] < first[0]["loss"] - 0.5
-    other = run(tiny(steps=15, eval_every=15, save_every=15, lr=3e-2, seed=1), tmp_path / "c")
+    other = run(tiny(**settings, seed=1), tmp_path / "c")
     assert other["eval_loss"] != first[-1]["eval_loss"]
 
 
@@ -296,7 +297,8 @@ def test_diverged_run_stops_and_says_so(tiny: MakeConfig, tmp_path: Path) -> Non
 
 
 def test_memorizing_validates_on_the_training_text(tiny: MakeConfig, tmp_path: Path) -> None:
-    config = tiny(memorize_bytes=128, steps=60, log_every=20, save_every=60, eval_every=60, lr=3e-2)
+    lengths = {"steps": 60, "log_every": 20, "save_every": 60, "eval_every": 60}
+    config = tiny(memorize_bytes=128, lr=3e-2, guard_variance=None, **lengths)
     summary = run(config, tmp_path / "run")
     assert summary["eval_loss"] < 0.8 * read_records(tmp_path / "run" / "metrics.jsonl")[0]["loss"]
     corpus = json.loads((tmp_path / "run" / "config.json").read_text())["corpus"]
