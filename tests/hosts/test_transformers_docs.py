@@ -15,7 +15,7 @@ def test_the_documentation_runs(
 ) -> None:
     text = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text(encoding="utf-8")
     snippets = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    assert len(snippets) == 4
+    assert len(snippets) == 5
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
     trained: list[dict[str, torch.Tensor]] = []
