@@ -139,8 +139,9 @@ def verdict(setting: Setting, rows: Sequence[Row]) -> Row:
     Returns:
         ``share``, ``loss``; ``fastest`` (the baseline with the least mean time); ``recipe`` and ``ratio`` (its time
         over that baseline's, mean of the pairs; None where it does not reach the loss); ``quickest`` and
-        ``quickest_ratio`` (the same of the fastest of our variants); ``beaten`` (how many baselines the recipe is faster than on average)
-        of ``baselines``; ``seeds`` (in how many it is faster than all of them) of ``of_seeds``; ``wins``.
+        ``quickest_ratio`` (the same of the fastest of our variants); ``beaten`` (how many baselines the recipe is
+        faster than on average) of ``baselines``; ``seeds`` (in how many it is faster than all of them) of
+        ``of_seeds``; ``wins``.
     """
     recipe = next(row for row in rows if row["role"] == "recipe")
     reaching = [row for row in rows if row["minutes"] is not None]
