@@ -51,7 +51,8 @@ def test_runs_are_done_once_and_go_on_from_where_they_start(small: TrainConfig, 
     later = Cell(config=replace(small, lr=1e-5), start=start)
     told: list[Any] = []
     run_cells([later], tmp_path, jobs=1, progress=lambda *args: told.append(args))
-    assert start.is_finished(tmp_path) and later.is_finished(tmp_path)
+    assert start.is_finished(tmp_path)
+    assert later.is_finished(tmp_path)
     # It begins where the other ended, and its own weights are not kept.
     first, last = later.records(tmp_path)[0]["loss"], start.records(tmp_path)[-1]["eval_loss"]
     assert abs(first - last) < 0.5 < start.records(tmp_path)[0]["loss"] - last

@@ -12,9 +12,11 @@ import pytest
 
 from lrmoe import cli
 from lrmoe.studies import error_budget, recipes, router_gradient, schedules
+from lrmoe.studies.catalog import CATALOG
 from lrmoe.studies.grid import BASELINE, Rows, add_verdict, gap, rate_figure, verdict
-from lrmoe.studies.regimes import REGIMES, StudyConfig, regime
+from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Column, Table, markdown, show
+from lrmoe.studies.study_config import NAMES, REGIMES, StudyConfig
 from lrmoe.studies.study_run import STUDIES, command
 from lrmoe.training.config import TrainConfig
 
@@ -46,7 +48,8 @@ def test_a_difference_is_held_against_the_range_of_the_seeds() -> None:
     rows = made_up({"near": [0.01, 0.03], "far": [0.2, 0.1], "better": [-0.2, -0.1]}, [2.0, 2.05])
     near, far, better = rows[1:]
     assert [near["verdict"], far["verdict"], better["verdict"]] == ["within the spread", "worse", "better"]
-    assert near["difference"] == pytest.approx(0.02) and (near["low"], near["high"]) == (0.01, 0.03)
+    assert near["difference"] == pytest.approx(0.02)
+    assert (near["low"], near["high"]) == (0.01, 0.03)
     assert near["error"] == pytest.approx(0.01)
     assert near["spreads"] == pytest.approx(0.4)
     assert rows[0]["verdict"] == ""
@@ -60,6 +63,10 @@ def test_what_cannot_be_told_is_said(difference: float | None, spread: float | N
     assert verdict(difference, spread) == words
 
 
+def test_the_command_line_knows_every_study() -> None:
+    assert set(NAMES) == set(CATALOG)
+
+
 def test_every_study_compares_with_no_drop_and_a_random_choice() -> None:
     config = StudyConfig()
     for study in STUDIES.values():
@@ -70,7 +77,8 @@ def test_every_study_compares_with_no_drop_and_a_random_choice() -> None:
             assert comparison.variants[0].name == BASELINE
             for cells in comparison.cells((0,)).values():
                 recalibration = cells[0].config.recalibration
-                assert recalibration.guard_variance is None and recalibration.guard_tail is None
+                assert recalibration.guard_variance is None
+                assert recalibration.guard_tail is None
     for name in ("ablation", "quota", "schedule", "recipes"):
         for comparison in STUDIES[name].first(config):
             assert any(v.settings.get("selector") == "random" for v in comparison.variants)
@@ -82,8 +90,10 @@ def test_regimes_go_on_from_the_same_exact_run() -> None:
     exact = scratch.cell(scratch.train.recalibration, seed=1)
     for later in (zero, tuned):
         start = later.cell(later.train.recalibration, seed=1).start
-        assert start is not None and start.key == exact.key
-    assert zero.loss == "train_loss" and zero.train.memorize_bytes == config.memorize_bytes
+        assert start is not None
+        assert start.key == exact.key
+    assert zero.loss == "train_loss"
+    assert zero.train.memorize_bytes == config.memorize_bytes
 
 
 def test_budget_is_held_against_the_rate_it_came_to() -> None:
@@ -93,7 +103,8 @@ def test_budget_is_held_against_the_rate_it_came_to() -> None:
     assert [v.settings["drop"] for v in fixed.variants[1:]] == [0.2] * len(error_budget.TAUS)
     worse = made_up({f"as much as tau {tau:g}": [0.11, 0.12] for tau in error_budget.TAUS}, [2.0, 2.05])
     said, advice = error_budget.conclude({"scratch": rows, "scratch_fixed": worse})
-    assert len(said) == len(error_budget.TAUS) and "budget loses less" in advice[0]
+    assert len(said) == len(error_budget.TAUS)
+    assert "budget loses less" in advice[0]
     said, advice = error_budget.conclude({"scratch": worse_named(rows, worse), "scratch_fixed": equal_named(rows)})
     assert "fixed rate loses less" in advice[0]
 
@@ -112,7 +123,8 @@ def test_the_exact_router_gradient_is_advised_only_where_it_pays() -> None:
     assert all("stay with the sum rule" in sentence for sentence in advice)
     names["C50 sum_rule"] = [0.31, 0.32]
     _, advice = router_gradient.conclude({"scratch": made_up(names, [2.0, 2.1])})
-    assert 'At 50 % set router_grad="exact"' in advice[1] and "stay with the sum rule" in advice[0]
+    assert 'At 50 % set router_grad="exact"' in advice[1]
+    assert "stay with the sum rule" in advice[0]
 
 
 def test_the_best_schedule_is_named_with_its_margin() -> None:
@@ -129,7 +141,8 @@ def test_a_recipe_that_changes_the_order_is_named() -> None:
     plain = made_up({"C20 pps": [0.0, 0.0], "C20 random": [0.1, 0.1], "C20 topq": [0.5, 0.5]}, [2.0, 2.2])
     other = made_up({"C20 pps": [0.2, 0.2], "C20 random": [0.1, 0.1], "C20 topq": [0.5, 0.5]}, [2.1, 2.2])
     said, advice = recipes.conclude({recipes.PLAIN: plain, "bf16": other, "checkpointing": plain})
-    assert "checkpointing" in advice[0] and "bf16" not in advice[0]
+    assert "checkpointing" in advice[0]
+    assert "bf16" not in advice[0]
     assert advice[1].startswith("bf16: best to worst is C20 random < C20 pps < C20 topq")
     assert any("to the last digit" in sentence for sentence in said)
 
@@ -141,19 +154,26 @@ def test_the_figure_has_a_point_a_rate_and_the_seed_spread_as_its_band() -> None
     rows[2]["kept_share"] = 0.5
     figure = rate_figure(comparison, rows, {"pps": lambda row: True, "none": lambda row: False})
     (line,) = figure.series
-    assert list(line.x) == pytest.approx([20, 50]) and line.low == [0.01, 0.1] and line.high == [0.03, 0.2]
+    assert list(line.x) == pytest.approx([20, 50])
+    assert line.low == [0.01, 0.1]
+    assert line.high == [0.03, 0.2]
     assert figure.band == pytest.approx((-0.05, 0.05))
 
 
 def test_two_variants_are_told_apart_by_their_paired_seeds() -> None:
     rows = made_up({"a": [0.10, 0.30], "b": [0.11, 0.31], "c": [0.2, 0.1]}, [2.0, 2.5])
     beyond = gap(rows[2], rows[1])
-    assert beyond is not None and beyond.sign == 1 and str(beyond) == "+0.0100 ± 0.0000"
+    assert beyond is not None
+    assert beyond.sign == 1
+    assert str(beyond) == "+0.0100 ± 0.0000"
     unclear = gap(rows[3], rows[1])
-    assert unclear is not None and unclear.sign == 0
+    assert unclear is not None
+    assert unclear.sign == 0
     single = made_up({"a": [0.1], "b": [0.3]}, [2.0])
     one = gap(single[2], single[1])
-    assert one is not None and one.sign == 0 and "one seed" in str(one)
+    assert one is not None
+    assert one.sign == 0
+    assert "one seed" in str(one)
     assert gap(None, rows[1]) is None
 
 
@@ -194,11 +214,14 @@ def test_a_whole_study_from_the_command_line(
     arguments += ["--batch", "2", "--seq", "16"]
     assert cli.main(arguments) == 0
     shown = capsys.readouterr().out
-    assert "What you should do" in shown and "C50 kept" in shown
+    assert "What you should do" in shown
+    assert "C50 kept" in shown
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["command"] == "study" and summary["provenance"]["runs"] == 4
+    assert summary["command"] == "study"
+    assert summary["provenance"]["runs"] == 4
     (table,) = summary["tables"]
-    assert [row["variant"] for row in table["rows"]][0] == BASELINE and len(table["rows"]) == 4
+    assert next(row["variant"] for row in table["rows"]) == BASELINE
+    assert len(table["rows"]) == 4
     assert all(row["verdict"] == "one seed" for row in table["rows"][1:])
     assert "a <i>x" not in (out / "report.html").read_text()
     before = {path: path.stat().st_mtime_ns for path in store.rglob("metrics.jsonl")}

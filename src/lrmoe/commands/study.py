@@ -11,10 +11,9 @@ from lrmoe.commands.options import add_fields, integers, need, path, words
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The study's name and its settings."""
-    from lrmoe.studies.catalog import CATALOG
-    from lrmoe.studies.regimes import REGIMES, StudyConfig
+    from lrmoe.studies.study_config import NAMES, REGIMES, StudyConfig
 
-    parser.add_argument("study", choices=CATALOG, metavar="NAME", help=f"which: {', '.join(CATALOG)}")
+    parser.add_argument("study", choices=NAMES, metavar="NAME", help=f"which: {', '.join(NAMES)}")
     parser.add_argument("--out", type=path, required=True, metavar="DIR", help="folder of this study's results")
     parser.add_argument(
         "--cells", type=path, metavar="DIR", help="folder of the training runs, which studies share (DIR/cells)"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lrmoe.studies.grid import Comparison, GridStudy, Rows, of, rate_figure, told
-from lrmoe.studies.regimes import REGIMES, StudyConfig, regime
+from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Figure
+from lrmoe.studies.study_config import REGIMES, StudyConfig
 from lrmoe.studies.variants import parse_variants
 
 # All regimes, and what only one of them can tell.

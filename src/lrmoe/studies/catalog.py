@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lrmoe.studies.regimes import StudyConfig
 from lrmoe.studies.results import StudyResult
+from lrmoe.studies.study_config import StudyConfig
 from lrmoe.studies.study_run import STUDIES, Watch, check, run_study
 
 # What each asks, for who lists them.

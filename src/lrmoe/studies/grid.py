@@ -11,8 +11,9 @@ from typing import Any
 
 from lrmoe.studies.cells import Cell
 from lrmoe.studies.compare_table import make_rows
-from lrmoe.studies.regimes import UNGUARDED, Regime, StudyConfig
+from lrmoe.studies.regimes import UNGUARDED, Regime
 from lrmoe.studies.results import Column, Figure, Series, Table
+from lrmoe.studies.study_config import StudyConfig
 from lrmoe.studies.variants import Variant
 
 Row = dict[str, Any]

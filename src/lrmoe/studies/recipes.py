@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, of, rate_figure, told
-from lrmoe.studies.regimes import StudyConfig, regime
+from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Figure
+from lrmoe.studies.study_config import StudyConfig
 from lrmoe.studies.variants import parse_variants
 
 VARIANTS = (

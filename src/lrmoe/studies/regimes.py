@@ -4,58 +4,18 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lrmoe.config import LRMoEConfig, require_count
+from lrmoe.config import LRMoEConfig
 from lrmoe.studies.cells import Cell
-from lrmoe.training.config import TrainConfig, described
-from lrmoe.training.presets import PRESETS
+from lrmoe.studies.study_config import StudyConfig
+from lrmoe.training.config import TrainConfig
 
 Loss = Literal["eval_loss", "train_loss"]
-REGIMES = ("scratch", "near_zero", "fine_tune")
 # A study measures what dropping does, so nothing takes the drop away while it runs.
 UNGUARDED = LRMoEConfig(drop=0.0, guard_variance=None, guard_tail=None)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class StudyConfig:
-    """What all runs of a study share.
-
-    Raises:
-        ValueError: naming the field, the value and what it may be.
-    """
-
-    model: str = described("qwen3-moe-nano", f"preset ({', '.join(PRESETS)}), or folder of a checkpoint")
-    text: str | None = described(None, "file or folder to train on; default: the Python standard library's source")
-    fine_tune_text: str | None = described(
-        None, "file or folder for the fine-tuning; default: the standard library's help topics, in English"
-    )
-    steps: int = described(600, "optimizer steps from scratch; the other regimes take half as many, after these")
-    batch: int = described(8, "sequences a step")
-    seq: int = described(128, "tokens per sequence")
-    lr: float = described(2e-3, "peak learning rate from scratch; half of it for the fine-tuning")
-    memorize_bytes: int = described(2048, "bytes that the regime near zero loss repeats")
-    seeds: tuple[int, ...] = field(default=(0, 1, 2))
-    regimes: tuple[str, ...] = field(default=())
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "batch", "seq", "memorize_bytes"):
-            require_count(name, getattr(self, name), least=1)
-        if self.steps < 20:
-            raise ValueError(f"steps={self.steps} must be at least 20: a study compares how runs end")
-        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
-            raise ValueError(f"seeds={list(self.seeds)} must be one or more different integers")
-        for name in self.regimes:
-            if name not in REGIMES:
-                raise ValueError(f"regimes={name!r} is not known; choose of {', '.join(REGIMES)}")
-        for name in REGIMES:
-            regime(name, self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as plain values."""
-        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +45,7 @@ class Regime:
 
 
 def regime(name: str, config: StudyConfig) -> Regime:
-    """One of :data:`REGIMES` at the size of ``config``."""
+    """One of :data:`~lrmoe.studies.study_config.REGIMES` at the size of ``config``."""
     steps = config.steps
     scratch = TrainConfig(
         model=config.model,

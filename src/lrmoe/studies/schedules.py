@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, gap, of, rate_figure, told
-from lrmoe.studies.regimes import StudyConfig, regime
+from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Figure
+from lrmoe.studies.study_config import StudyConfig
 from lrmoe.studies.variants import parse_variants
 
 RATES = (20, 50)

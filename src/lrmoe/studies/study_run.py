@@ -13,8 +13,8 @@ from lrmoe.studies import ablation, error_budget, quota_spread, recipes, router_
 from lrmoe.studies.cells import Cell, run_cells, steps_of
 from lrmoe.studies.grid import Comparison, GridStudy, Rows, table
 from lrmoe.studies.jobs import Progress
-from lrmoe.studies.regimes import StudyConfig
 from lrmoe.studies.results import StudyResult, markdown
+from lrmoe.studies.study_config import StudyConfig
 from lrmoe.training.files import locked, read_json, write_json, write_records, write_text
 from lrmoe.training.run import load, versions
 
