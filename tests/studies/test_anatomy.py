@@ -23,7 +23,8 @@ from lrmoe.studies.anatomy import AnatomyConfig, anatomy, work_left
 from lrmoe.studies.anatomy_conclusions import conclude
 from lrmoe.studies.anatomy_probe import Setting, probe
 from lrmoe.studies.anatomy_tables import values
-from lrmoe.studies.regimes import UNGUARDED, StudyConfig, regime
+from lrmoe.studies.regimes import UNGUARDED, regime
+from lrmoe.studies.study_config import StudyConfig
 from lrmoe.studies.variants import Variant
 from lrmoe.training.presets import load_weights
 from lrmoe.training.run import prepare, train

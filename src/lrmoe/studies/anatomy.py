@@ -25,8 +25,9 @@ from lrmoe.studies.anatomy_probe import Record, Setting, probe
 from lrmoe.studies.anatomy_tables import Measured, make_result
 from lrmoe.studies.cells import Cell
 from lrmoe.studies.jobs import Progress
-from lrmoe.studies.regimes import UNGUARDED, Regime, StudyConfig, regime
+from lrmoe.studies.regimes import UNGUARDED, Regime, regime
 from lrmoe.studies.results import StudyResult
+from lrmoe.studies.study_config import StudyConfig
 from lrmoe.studies.variants import Variant
 from lrmoe.training.checkpoints import newest_checkpoint
 from lrmoe.training.config import TrainConfig

@@ -12,11 +12,16 @@ from typing import Any
 
 from lrmoe.studies.anatomy_conclusions import conclude
 from lrmoe.studies.anatomy_probe import Record
-from lrmoe.studies.regimes import StudyConfig, regime
+from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Column, Figure, Series, StudyResult, Table
+from lrmoe.studies.study_config import StudyConfig
 
 Row = dict[str, Any]
 EXPERTS = ("down", "gate_up")
+QUESTION = (
+    "What is in the pairs that are left out, how far is the gradient without them from the exact one, and does that "
+    "error average out over batches?"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,8 +123,7 @@ def make_result(
     return StudyResult(
         study="anatomy",
         title="Anatomy of a drop",
-        question="What is in the pairs that are left out, how far is the gradient without them from the exact one, and "
-        "does that error average out over batches?",
+        question=QUESTION,
         tables=[table for table in tables if table.rows],
         figures=data.figures(),
         conclusions=conclusions,
