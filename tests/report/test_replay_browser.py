@@ -58,7 +58,9 @@ def test_the_slider_moves_the_bars_of_every_policy(tmp_path: Path, width: int) -
         home = next(line for line in lines if (line["policy"], line["step"], line["drop"]) == ("fixed", step, 0.0))
         return [home["rows"], shown["rows"], shown["kept"]]
 
-    for name, step, drop in (("first", 0, 0.2), ("then", 3, 0.0)):
+    homes = [line["rows"] for line in lines if (line["policy"], line["drop"]) == ("fixed", 0.0)]
+    skews = [max(rows) / sum(rows) for rows in homes]
+    for name, step, drop in (("first", skews.index(max(skews)), 0.2), ("then", 3, 0.0)):
         panels = told(document, name)
         assert len(panels) == 10
         for panel in panels:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from replay_folders import played, played_trace
-from run_folders import train_run
 
 pytest.importorskip("plotly")
 from lrmoe.report import write_report
@@ -19,7 +18,7 @@ from lrmoe.report.replay_data import frames, read_played
 
 
 def data_of(page: str) -> dict[str, Any]:
-    found = re.search(r'<script type="application/json" id="replay-data">(.*?)</script>', page, re.DOTALL)
+    found = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page, re.DOTALL)
     assert found is not None
     loaded: dict[str, Any] = json.loads(found.group(1))
     return loaded
@@ -64,15 +63,24 @@ def test_the_page_says_what_is_synthetic_and_who_does_worse(folder: Path) -> Non
     assert "symi:slots=2 cannot run: policy 'symi' with slots=2 on 4 ranks has 8 slots for 16 experts" in said
     slower = [record for record in summary["policies"] if "slower than fixed" in record["verdict"]]
     assert slower, "large experts and few tokens"
-    notice = said[said.index("Worse than fixed ownership:") :]
+    lead = said[: said.index("What you should do")]
     for record in slower:
-        assert record["policy"] in notice
+        assert record["policy"] in lead
+    assert said.count("Please note") == 1
+    for drop, where in ((0.0, "Without a drop"), (0.2, "With 20 % of the backward dropped")):
+        ran = [r for r in summary["policies"] if r["drop"] == drop and not r["reason"] and r["policy"] != "fixed"]
+        best = min(ran, key=lambda r: r["against_fixed"])
+        then = f"use {best['policy']}: " if best["against_fixed"] <= 0.97 else "leave balancing off"
+        assert f"{where}, {then}" in said
     assert page.count('class="worse"') == len([r for r in summary["policies"] if r["verdict"] and not r["reason"]])
     assert "http://" not in without_scripts(page)
     assert "https://" not in without_scripts(page)
     assert len(re.findall(r"<script(?![^>]*json)[^>]*src=", page)) == 0
     # The table has all that was asked for, for every policy with and without the drop.
     assert page.count("<tr>") == 1 + 20
+    data = data_of(page)
+    skews = [max(rows) / sum(rows) for rows in data["bars"]["home"][0]]
+    assert data["bars"]["start"] == skews.index(max(skews)), "it opens where the busiest rank is busiest"
     for heading in (
         "Forward",
         "Kept rows",
@@ -129,12 +137,3 @@ def test_a_damaged_folder_is_named_and_leaves_the_old_page(tmp_path: Path) -> No
         (out / name).write_text(original)
     assert (out / "report.html").read_bytes() == before
     write_report(out)
-
-
-def test_other_folders_of_balance_have_no_page(tmp_path: Path) -> None:
-    from lrmoe.studies.balance_run import BalanceConfig, balance
-
-    balance(BalanceConfig(shape="hot_rank"), tmp_path / "out")
-    with pytest.raises(ValueError, match="has no page: it is of lrmoe balance without --trace or --workload"):
-        write_report(tmp_path / "out")
-    assert write_report(train_run(tmp_path / "run")).exists()

@@ -34,7 +34,12 @@ def test_it_prints_a_table_and_the_break_even(capsys: pytest.CaptureFixture[str]
     assert "is not empty" in capsys.readouterr().err
     assert main(["balance", "--skew", "1.5", *SMALL, "--out", str(out), "--overwrite"]) == 0
     assert json.loads((out / "config.json").read_text())["skew"] == 1.5
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "metrics.jsonl", "summary.json"]
+    assert sorted(path.name for path in out.iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "report.html",
+        "summary.json",
+    ]
 
 
 def test_a_capacity_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

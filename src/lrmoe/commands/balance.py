@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(given: dict[str, Any]) -> int:
     """The verb."""
-    need("rich")
+    need("rich", *(["plotly"] if given.get("out") is not None else []))
     from lrmoe.studies.balance_run import HEADINGS, NOTE, BalanceConfig, balance, break_even_rows, cells
     from lrmoe.terminal import console, print_table
 
@@ -45,6 +45,8 @@ def run(given: dict[str, Any]) -> int:
     if result.break_even:
         print_table(*break_even_rows(result.break_even), note="Expert time saved against replica traffic, a layer.")
     console.print("\n".join(result.notes), markup=False)
+    if out is not None:
+        console.print(f"report: {out / 'report.html'}", markup=False)
     return 0
 
 

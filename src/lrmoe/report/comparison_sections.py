@@ -111,7 +111,7 @@ def difference_dots(page: Page) -> Figure | None:
     base = page.base
     if base is None:
         return None
-    data = []
+    data: list[Figure] = []
     names: list[str] = []
     for row in page.rows:
         values = _around_mean(page.run.of(row.variant)) if row is base else row.differences
@@ -151,6 +151,10 @@ def difference_dots(page: Page) -> Figure | None:
     spread = base.get("eval_loss_spread")
     if spread is not None and math.isfinite(spread):
         frame["shapes"] = [_shade(spread, "x")]
+        # A shape does not widen an axis of its own accord.
+        shown = [value for trace in data for value in trace["x"]] + [-spread, spread]
+        room = 0.06 * (max(shown) - min(shown)) or 0.001
+        frame["xaxis"] |= {"range": [min(shown) - room, max(shown) + room]}
     return {"data": data, "layout": frame}
 
 
@@ -228,6 +232,7 @@ def _dots(
                 "x": values,
                 "y": list(range(len(rows))),
                 "name": words,
+                "cliponaxis": False,
                 "marker": {"color": colour, "size": 12, "symbol": symbol},
                 "hovertemplate": f"%{{x:.{digits}f}}{unit} {words}<extra></extra>",
             }

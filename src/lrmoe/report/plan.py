@@ -55,7 +55,7 @@ _BASIS = (
 
 def _advice(study: Study) -> list[str]:
     summary = study.summary
-    chosen = summary["recommended"]
+    chosen = _chosen(summary)
     said = []
     if chosen is None:
         least = min(summary["options"], key=lambda one: one["at_most_drop"]["bytes"])
@@ -91,6 +91,16 @@ def _advice(study: Study) -> list[str]:
     return said
 
 
+def _chosen(summary: Record) -> Record | None:
+    """The option that is recommended; None if nothing fits."""
+    recommended = summary["recommended"]
+    if not recommended:
+        return None
+    names = ("policy", "slots", "save")
+    options: list[Record] = summary["options"]
+    return next(one for one in options if all(one[name] == recommended[name] for name in names))
+
+
 def _name(record: Record) -> str:
     return f"{record['label']}, {record['save']}"
 
@@ -119,7 +129,7 @@ def _facts(summary: Record) -> str:
 
 
 def _settings(summary: Record) -> str:
-    recommended = summary["recommended"]
+    chosen = _chosen(summary)
     headings = [
         ("Setting", "policy, save mode"),
         ("No drop", "fullest rank"),
@@ -136,7 +146,7 @@ def _settings(summary: Record) -> str:
     ]
     rows, marked = [], []
     for number, one in enumerate(summary["options"]):
-        if recommended and all(one[name] == recommended[name] for name in ("policy", "slots", "save")):
+        if one is chosen:
             marked.append(number)
         pays = DASH if not one["slots"] else "never" if one["crossover"] is None else whole(round(one["crossover"]))
         fits = '<span class="yes">yes</span>' if one["fits_exactly"] else '<span class="no">no</span>'

@@ -2,94 +2,65 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from lrmoe.report.replay_charts import COLOURS, PARTS, evenness, panel_frame, time_bars
+from lrmoe.report.balance_page import write_balance_page
+from lrmoe.report.frame import Frame, advice, chart, facts, key, notices, write_page
+from lrmoe.report.replay_charts import PARTS, evenness, evenness_key, panel_frame, time_bars
 from lrmoe.report.replay_data import Played, frames, read_played
 from lrmoe.report.replay_table import replay_table
+from lrmoe.report.run_folder import read_object
 from lrmoe.report.text import counted, escape, fixed, percent, short_layer_names, whole
-from lrmoe.training.files import write_text
 
 # The colours are those of the script.
 _BARS = [("#d3d9e2", "every expert at home"), ("#2f7fc1", "forward as planned"), ("#0b3c66", "kept by the backward")]
 
 
 def write_replay_page(folder: Path) -> Path:
-    """Writes ``report.html`` into a folder of ``lrmoe balance --trace`` or ``--workload``.
+    """Writes ``report.html`` into a folder of ``lrmoe balance --trace`` or ``--workload``, or of given loads.
 
     Raises:
         ValueError: if a file is missing or malformed; names it.
     """
+    config = read_object(folder / "config.json")
+    if not (config.get("trace") or config.get("workload")):
+        return write_balance_page(folder)
     played = read_played(folder)
     try:
-        page = render_replay(played)
+        frame = render_replay(played)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         name = f"{type(error).__name__}: {error}"
         raise ValueError(f"{folder / 'summary.json'} is damaged or of another version of lrmoe ({name})") from error
-    path = folder / "report.html"
-    # Names that the system does not decode come as lone surrogates, which no UTF-8 file can hold.
-    write_text(path, page.encode("utf-8", "backslashreplace").decode("utf-8"))
-    return path
+    return write_page(folder / "report.html", frame)
 
 
-def render_replay(played: Played) -> str:
-    """The page, as HTML."""
-    from plotly.offline import get_plotlyjs
-
-    from lrmoe.report.page import asset, inline_json
-
+def render_replay(played: Played) -> Frame:
+    """The page."""
     data = frames(played)
     data["layers"] = short_layer_names(data["layers"])
-    figures = {f"evenness-{i}": evenness(played, drop) for i, drop in enumerate(played.drops)}
-    figures["time"] = time_bars(played)
-    title = _title(played)
-    settings = escape(json.dumps(played.config, indent=2, ensure_ascii=False))
-    return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title} – LRMoE balancing</title>
-<link rel="icon" href="data:,">
-<style>{asset("report.css")}{asset("replay.css")}</style>
-</head>
-<body>
-<header>
-<p class="eyebrow">LRMoE · Balancing</p>
-<h1>{title}</h1>
-<p class="lead">{_lead(played)}</p>
-{_facts(played)}
-{_notices(played)}
-</header>
-<main>
-<noscript><p class="notice">The charts are drawn by a script inside this file; allow scripts to see them.</p></noscript>
-{_bars(played, data)}
-{replay_table(played.records)}
-{_charts(played, figures)}
-{_method(played)}
-<h2>Settings</h2>
-<section class="card"><details><summary>config.json</summary>
-<pre tabindex="0">{settings}</pre></details></section>
-</main>
-<footer>Written by LRMoE from {escape(played.path.resolve().name)}/. A record is one layer's forward in one microbatch;
-a row is a token and one of the experts chosen for it.</footer>
-<script>{get_plotlyjs()}</script>
-<script type="application/json" id="replay-data">{
-        inline_json({"figures": figures, "bars": data, "panel": panel_frame()})
-    }</script>
-<script>{asset("replay.js")}</script>
-</body>
-</html>
-"""
+    figures = {"evenness-0": evenness(played, 0.0), "time": time_bars(played)}
+    return Frame(
+        kind="Balancing",
+        title=_title(played),
+        lead=_lead(played),
+        head=_facts(played) + advice(_advice(played), basis=_BASIS) + notices(_notices(played)),
+        body=_bars(played, data) + _charts(played, figures) + replay_table(played.records) + _method(played),
+        footer=f"Written by LRMoE from {escape(played.path.resolve().name)}/. A record is one layer’s forward in one "
+        "microbatch; a row is a token and one of the experts chosen for it.",
+        settings=played.config,
+        figures={name: one for name, one in figures.items() if one is not None},
+        data={"bars": data, "panel": panel_frame()},
+        scripts=("replay.js",),
+        styles=("replay.css",),
+    )
 
 
 def _title(played: Played) -> str:
     shape = played.summary["shape"]
     what = played.config.get("workload")
     kind = f"Synthetic loads “{what}”" if played.summary["synthetic"] else "Recorded loads"
-    return escape(f"{kind}: {shape['experts']} experts on {counted(shape['ranks'], 'rank')}")
+    return f"{kind}: {shape['experts']} experts on {counted(shape['ranks'], 'rank')}"
 
 
 def _lead(played: Played) -> str:
@@ -137,33 +108,60 @@ def _facts(played: Played) -> str:
         ("Expert", f"{whole(expert['dim'])} × {whole(expert['expert_dim'])}"),
         ("Rates", f"{expert['flops'] / 1e12:,.3g} Top/s, {expert['bandwidth'] / 1e9:,.3g} GB/s"),
     ]
-    terms = "".join(f"<div><dt>{term}</dt><dd>{escape(value)}</dd></div>" for term, value in items)
-    return f'<dl class="facts">{terms}</dl>'
+    return facts(items)
 
 
-def _notices(played: Played) -> str:
-    notices = [f"Loads: {played.summary['source']}."]
+_BASIS = (
+    "It follows from the table’s modelled times at the stated rates. Nothing ran but the planners; a drop’s effect on "
+    "the loss is not in it."
+)
+# Of fixed ownership's time, above which a policy is not worth its moving parts.
+_WORTH = 0.97
+
+
+def _advice(played: Played) -> list[str]:
+    """What to do at each drop: the fastest policy, or leaving it off."""
+    said = []
+    for drop in played.drops:
+        ran = [r for r in played.records if r["drop"] == drop and r["against_fixed"] is not None]
+        others = [r for r in ran if r["system"] != "fixed"]
+        if not others:
+            continue
+        best = min(others, key=lambda r: r["time_ms"]["total"])
+        where = f"With {percent(drop, 0)} of the backward dropped" if drop else "Without a drop"
+        if best["against_fixed"] > _WORTH:
+            said.append(
+                f"{where}, leave balancing off (--policy fixed): the best of the others, {best['policy']}, takes "
+                f"{_times(best)} of its time, and less than three per cent is not worth its moving parts."
+            )
+            continue
+        mine = next((r for r in others if r["policy"] == "lrmoe"), None)
+        beside = "" if mine is None or mine is best else f" (lrmoe: {_times(mine)})"
+        said.append(
+            f"{where}, use {best['policy']}: {_times(best)} of fixed ownership’s modelled time{beside}, with "
+            f"{fixed(best['replicas'], 1)} replicas a record."
+        )
+    dropped = [r for r in played.records if r["drop"] and r["system"] == "lrmoe" and r["against_fixed"] is not None]
+    if dropped:
+        said.append("Before you drop for time, measure what it does to the loss with lrmoe compare.")
     if played.summary["synthetic"]:
-        notices[0] = (
+        said.append("Play a run of your own as well: record it with lrmoe train --trace and give it with --trace.")
+    return said or ["Give policies that can run here: none of these but fixed ownership could."]
+
+
+def _notices(played: Played) -> list[str]:
+    """Where the loads are from, and which policies cannot run; what is worse is in the lead and the table."""
+    said = [f"Loads: {played.summary['source']}."]
+    if played.summary["synthetic"]:
+        said[0] = (
             f"These loads are {played.summary['source']}. No router made them; every source rank has draws of its own."
         )
     reasons = dict.fromkeys((record["policy"], record["reason"]) for record in played.records if record["reason"])
     for label, reason in reasons:
         drops = [r["drop"] for r in played.records if (r["policy"], r["reason"]) == (label, reason)]
         under = "" if len(drops) == len(played.drops) else f", {percent(drops[0], 0)} dropped,"
-        notices.append(f"{label}{under} cannot run: {reason}")
-    worse: dict[tuple[str, str], list[float]] = {}
-    for record in played.records:
-        if record["verdict"] and record["reason"] is None:
-            worse.setdefault((record["policy"], record["verdict"]), []).append(record["drop"])
-    if worse:
-        names = [
-            label + ("" if len(drops) == len(played.drops) else f", {percent(drops[0], 0)} dropped") + f" ({verdict})"
-            for (label, verdict), drops in worse.items()
-        ]
-        notices.append(f"Worse than fixed ownership: {'; '.join(names)}.")
-    items = "".join(f"<li>{escape(notice)}</li>" for notice in notices)
-    return f'<div class="notice" role="note"><b>Please note</b><ul>{items}</ul></div>'
+        said.append(f"{label}{under} cannot run: {reason}")
+    return said
 
 
 def _bars(played: Played, data: dict[str, Any]) -> str:
@@ -180,10 +178,10 @@ def _bars(played: Played, data: dict[str, Any]) -> str:
     if len(data["drops"]) > 1:
         names = ["all rows" if not drop else f"{percent(1 - drop, 0)} of the rows" for drop in data["drops"]]
         controls += select("bars-drop", "Backward keeps", names, len(names) - 1)
-    last = max(len(data["frames"]) - 1, 0)
+    last, start = max(len(data["frames"]) - 1, 0), data["start"]
     controls += (
         '<label class="slider" for="bars-step"><span>Optimizer step <output id="bars-step-value" for="bars-step">'
-        f'</output></span><input type="range" id="bars-step" min="0" max="{last}" value="0" step="1" '
+        f'</output></span><input type="range" id="bars-step" min="0" max="{last}" value="{start}" step="1" '
         'autocomplete="off"></label>'
     )
     panels = "".join(
@@ -193,47 +191,38 @@ def _bars(played: Played, data: dict[str, Any]) -> str:
         '<p class="empty" hidden></p></section>'
         for i, policy in enumerate(data["policies"])
     )
-    note = "Rows of each rank in one layer of one microbatch. The dotted line is the mean: what an even load would be."
+    note = (
+        "Rows of each rank (vertical) over the ranks (horizontal), in one layer of one microbatch. The dotted line is "
+        "the mean: bars that end at it are an even load. It opens at the step whose busiest rank is busiest."
+    )
     if len(data["frames"]) < data["all"]:
         note += f" The slider stops at {len(data['frames'])} of {whole(data['all'])} microbatches."
     return (
         f'<h2>Load of the ranks, before and after</h2><p class="intro">{note}</p>'
-        f'<div class="bars-head"><div class="controls">{controls}</div>{_key(_BARS)}</div>'
+        f'<div class="bars-head"><div class="controls">{controls}</div>{key(_BARS)}</div>'
         f'<div class="panels">{panels}</div>'
     )
 
 
-def _key(entries: list[tuple[str, str]]) -> str:
-    """What the colours of a chart say: a legend of plotly's own would take the chart's room on a narrow screen."""
-    shown = "".join(f'<span><i style="background:{colour}"></i>{escape(name)}</span>' for colour, name in entries)
-    return f'<p class="key">{shown}</p>'
-
-
 def _charts(played: Played, figures: dict[str, Any]) -> str:
-    def card(name: str, title: str, note: str, entries: list[tuple[str, str]]) -> str:
-        if figures[name] is None:
-            return f'<section class="card"><h3>{title}</h3><p class="empty">No policy could run.</p></section>'
-        return (
-            f'<section class="card"><h3>{title}</h3><p class="note">{note}</p>{_key(entries)}'
-            f'<div class="plot" data-figure="{name}" role="img" aria-label="{title}. {note}"></div></section>'
-        )
-
-    even = card(
+    even = chart(
         "evenness-0",
         "How even, step by step",
-        "Busiest over mean forward rows of a rank, mean over a step’s records, nothing dropped; 1 is even. A policy "
-        "that plans from earlier steps is late where the loads move.",
-        [
-            (COLOURS[played.of(label, 0.0)["system"]], label + (" (dashed)" if label == "fixed" else ""))
-            for label in played.labels
-            if (label, 0.0) in played.lines
-        ],
+        "Rows of the busiest rank over the mean of all, averaged over the records of a step, with nothing dropped: 1 "
+        "is even. The bold lines are fixed ownership, lrmoe and the policy that is most even; a policy that plans from "
+        "earlier steps is late where the loads move.",
+        figure=figures["evenness-0"],
+        empty="No policy could run.",
+        colours=evenness_key(played, 0.0),
     )
-    times = card(
+    times = chart(
         "time",
         "Where the modelled time goes",
-        "All MoE layers in a step. Nothing is taken to be hidden; planning is not in here.",
-        [(colour, title) for _, title, colour in PARTS],
+        "All MoE layers in a step; the shorter the bar the better. Nothing is taken to be hidden behind the computing, "
+        "and planning is not in here.",
+        figure=figures["time"],
+        empty="No policy could run.",
+        colours=[(colour, title) for _, title, colour in PARTS],
     )
     return f'<h2>Over time, and in time</h2><div class="stack">{even}{times}</div>'
 

@@ -51,9 +51,7 @@ def read_played(folder: Path) -> Played:
     """
     config = read_object(folder / "config.json")
     if config.get("command") != "balance" or not (config.get("trace") or config.get("workload")):
-        raise ValueError(
-            f"{folder} has no page: it is of lrmoe balance without --trace or --workload; give one of these with --out"
-        )
+        raise ValueError(f"{folder} is not of lrmoe balance with --trace or --workload")
     summary = read_object(folder / "summary.json")
     lines: dict[tuple[str, float], list[Line]] = {}
     path = folder / "metrics.jsonl"
@@ -78,6 +76,7 @@ def frames(played: Played) -> dict[str, Any]:
 
     {"frames": [[step, microbatch]],      # an even choice of them
      "all": int,                          # of how many
+     "start": int,                        # the frame whose busiest rank at home is furthest above the mean
      "layers": [str], "drops": [float],
      "home": [[[int]]],                   # layer, frame, rank: rows with every expert at home; [] where not run
      "policies": [{"label": str,
@@ -99,12 +98,15 @@ def frames(played: Played) -> dict[str, Any]:
         return [[found.get((layer, *place), []) for place in chosen] for layer in layers]
 
     names = played.summary["shape"]["layers"]
+    home = table(base, "rows")
+    skews = [max((_skew(layer[place]) for layer in home), default=0.0) for place in range(len(chosen))]
     return {
         "frames": chosen,
         "all": len(places),
+        "start": skews.index(max(skews)) if skews else 0,
         "layers": names if len(names) == len(layers) else [f"layer {layer}" for layer in layers],
         "drops": played.drops,
-        "home": table(base, "rows"),
+        "home": home,
         "policies": [
             {
                 "label": label,
@@ -120,3 +122,7 @@ def frames(played: Played) -> dict[str, Any]:
             for label in played.labels
         ],
     }
+
+
+def _skew(rows: list[int]) -> float:
+    return max(rows) * len(rows) / sum(rows) if any(rows) else 0.0

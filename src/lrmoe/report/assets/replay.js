@@ -1,17 +1,7 @@
-// Draws the balancing page: one small chart of the ranks' rows a policy, all moved by one slider, and the figures.
+// Draws the balancing page's bars: one small chart of the ranks' rows a policy, all moved by one slider.
 (() => {
   "use strict";
-  const page = JSON.parse(document.getElementById("replay-data").textContent);
-  const touch = window.matchMedia("(pointer: coarse)").matches;
-  const config = { displaylogo: false, displayModeBar: false, responsive: true };
-  const draw = (element, data, layout) =>
-    Plotly.react(element, data, layout, config).then(() => { element.dataset.rendered = "true"; });
-
-  document.querySelectorAll(".plot[data-figure]").forEach((element) => {
-    const figure = page.figures[element.dataset.figure];
-    draw(element, figure.data, touch ? { ...figure.layout, dragmode: false } : figure.layout);
-  });
-
+  const { page, draw, again } = lrmoe;
   const bars = page.bars;
   const layer = document.getElementById("bars-layer");
   const drop = document.getElementById("bars-drop");
@@ -56,8 +46,8 @@
       yaxis: { ...page.panel.yaxis, range: [0, 1.06 * top] },
       shapes: [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: mean, y1: mean, line: { color: "#1c2430", width: 1.2, dash: "dot" } }],
     };
-    if (touch) layout.dragmode = false;
-    draw(element, [bar(home, "at home", 0.92, "#d3d9e2"), bar(rows, "forward", 0.62, "#2f7fc1"), bar(kept, "kept", 0.28, "#0b3c66")], layout);
+    const data = [bar(home, "at home", 0.92, "#d3d9e2"), bar(rows, "forward", 0.62, "#2f7fc1"), bar(kept, "kept", 0.28, "#0b3c66")];
+    draw(element, { data, layout });
   }
 
   function refuse(panel, reason) {
@@ -70,6 +60,8 @@
 
   for (const control of [layer, drop]) if (control) control.addEventListener("change", show);
   slider.addEventListener("input", show);
-  slider.value = "0";
+  // It opens where the busiest rank is busiest: most steps look alike, that one shows what balancing is for.
+  slider.value = String(bars.start);
   show();
+  again(show);
 })();

@@ -1,0 +1,265 @@
+"""The page of ``lrmoe balance`` with given loads: how even each policy makes the ranks, and whether replicas pay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lrmoe.report import palette
+from lrmoe.report.charts import Figure, layout
+from lrmoe.report.frame import Frame, advice, chart, facts, notices, table
+from lrmoe.report.paper_page import Study, write_paper_page
+from lrmoe.report.text import DASH, counted, escape, fixed, percent, size, whole
+
+Record = dict[str, Any]
+_HOME, _FORWARD, _KEPT = "#d3d9e2", "#2f7fc1", "#0b3c66"
+_LINES = ((palette.ORANGE, "solid"), (palette.ORANGE, "dash"), (palette.BLUE, "solid"), (palette.BLUE, "dash"))
+_BASIS = (
+    "It follows from the plans’ rows, which are counted, and from times that are arithmetic at the stated rates. "
+    "Nothing ran but the planners."
+)
+
+
+def write_balance_page(folder: Path) -> Path:
+    """Writes ``report.html`` into a folder of ``lrmoe balance`` with ``--loads``, ``--skew`` or ``--shape``.
+
+    Raises:
+        ValueError: if a file is missing or damaged; names it.
+    """
+    return write_paper_page(folder, _page)
+
+
+def _page(study: Study) -> Frame:
+    summary = study.summary
+    matrices, ranks, experts = summary["shape"]
+    figures = {"even": _even(summary["policies"]), "pays": _pays(summary["break_even"])}
+    unfit = [f"{one['policy']} does not fit: {one['reason']}" for one in summary["policies"] if not one["fits"]]
+    return Frame(
+        kind="Balancing of given loads",
+        title=f"{summary['source']}: {experts} experts on {counted(ranks, 'rank')}",
+        lead=escape(_lead(summary)),
+        head=facts(
+            [
+                ("Load matrices", whole(matrices)),
+                ("Pairs", whole(round(_pairs(summary)))),
+                ("Tokens a rank", whole(round(_tokens(study)))),
+                ("Slots beyond home", whole(study.config["slots"])),
+                ("Drop", percent(study.config["drop"], 0)),
+                (
+                    "Capacity, kept rows",
+                    "none" if study.config["capacity"] is None else f"{study.config['capacity']:g}",
+                ),
+                ("Expert", f"{whole(study.config['dim'])} × {whole(study.config['expert_dim'])}"),
+                ("Rates", f"{study.config['flops'] / 1e12:,.3g} Top/s, {study.config['bandwidth'] / 1e9:,.3g} GB/s"),
+            ]
+        )
+        + advice(_advice(study), basis=_BASIS)
+        + notices(unfit),
+        body=_charts(figures) + _table(summary["policies"]) + _sizes(summary["break_even"]),
+        footer=study.footer,
+        settings=study.config,
+        figures={name: one for name, one in figures.items() if one is not None},
+    )
+
+
+def _pairs(summary: Record) -> float:
+    """Of all matrices: what fixed ownership keeps without a drop."""
+    fixed_ = next(one for one in summary["policies"] if one["policy"] == "fixed")
+    return float(fixed_["kept_rows"] or 0)
+
+
+def _tokens(study: Study) -> float:
+    """Of a rank in one matrix."""
+    matrices, ranks, _ = study.summary["shape"]
+    choices = study.config["top_k"] or (2 if study.config["shape"] else 8)
+    return float(_pairs(study.summary) / (matrices * ranks * choices))
+
+
+def _lead(summary: Record) -> str:
+    home = next(one for one in summary["policies"] if one["policy"] == "fixed")
+    said = f"With every expert at home the busiest rank has {fixed(home['forward_home'], 2)} times the mean rows."
+    moved = [one for one in summary["policies"] if one["fits"] and one["slots"]]
+    if not moved:
+        return f"{said} No policy with replicas fits."
+    best = min(moved, key=lambda one: one["forward"])
+    return (
+        f"{said} The most even plan is that of {best['policy']}, {fixed(best['forward'], 2)} times, with "
+        f"{counted(best['replicas'], 'replica')}."
+    )
+
+
+def _advice(study: Study) -> list[str]:
+    tokens, said = _tokens(study), []
+    fits = {one["policy"] for one in study.summary["policies"] if one["fits"]}
+    breaks = [one for one in study.summary["break_even"] if one["policy"] in fits]
+    paying = [one for one in breaks if one["tokens"] is not None and one["tokens"] <= tokens and _ever(one)]
+    if paying:
+        names = ", ".join(one["policy"] for one in paying)
+        said.append(f"Use replicas at {whole(round(tokens))} tokens a rank: they pay under {names}.")
+    elif breaks:
+        later = min((one["tokens"] for one in breaks if one["tokens"] is not None and _ever(one)), default=None)
+        from_ = "at no size that was looked at" if later is None else f"from about {whole(round(later))} on"
+        said.append(f"Leave replicas off (slots=0) at {whole(round(tokens))} tokens a rank: they pay {from_}.")
+    for one in study.summary["policies"]:
+        if one["fits"] and one["extra_dropped"]:
+            said.append(
+                f"Raise the capacity or the slots if {one['policy']} is to drop no more than asked: it leaves out "
+                f"{whole(one['extra_dropped'])} rows beyond the drop to fit."
+            )
+    if not fits:
+        said.append("Raise the capacity: no policy fits it.")
+    elif any(not one["fits"] for one in study.summary["policies"]):
+        names = ", ".join(one["policy"] for one in study.summary["policies"] if one["fits"])
+        said.append(f"Choose among what fits the capacity: {names}.")
+    if study.config["loads"] is None:
+        said.append("Give loads of your own model (--loads, or a run of lrmoe train --trace): these are synthetic.")
+    return said
+
+
+def _ever(one: Record) -> bool:
+    return any(each["replicas"] for each in one["sizes"])
+
+
+def _charts(figures: dict[str, Figure | None]) -> str:
+    even = chart(
+        "even",
+        "Rows of the busiest rank",
+        "A bar that ends at the dotted line is an even load; what is beyond it, all other ranks wait for. The backward "
+        "computes the kept rows alone.",
+        figure=figures["even"],
+        empty="No policy fits.",
+        colours=[(_HOME, "forward, at home"), (_FORWARD, "forward, as planned"), (_KEPT, "backward, as planned")],
+    )
+    pays = chart(
+        "pays",
+        "Does a replica pay?",
+        "Time that replicas save in the experts over the time that their weights and gradients take on the wire, in "
+        "one layer: above the dotted line they pay. No point where no replica is planned. Both axes are logarithmic.",
+        figure=figures["pays"],
+        empty="No policy plans a replica for these loads at any size.",
+        colours=[
+            (trace["line"]["color"], trace["meta"]["label"]) for trace in (figures["pays"] or {"data": []})["data"]
+        ],
+    )
+    return f'<h2>Even, and worth it</h2><div class="grid">{even}{pays}</div>'
+
+
+def _even(records: list[Record]) -> Figure | None:
+    fit = [one for one in records if one["fits"]]
+    if not fit:
+        return None
+    names = [escape(one["policy"]).replace(", ", ",<br>", 1) for one in fit]
+    data = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "y": names,
+            "x": [round(one[column], 4) for one in fit],
+            "name": title,
+            "marker": {"color": colour},
+            "hovertemplate": f"%{{y}}<br>{title}: %{{x:.3f}} × the mean<extra></extra>",
+        }
+        for column, title, colour in (
+            ("forward_home", "forward, at home", _HOME),
+            ("forward", "forward, as planned", _FORWARD),
+            ("backward", "backward, as planned", _KEPT),
+        )
+    ]
+    frame = layout("rows of the busiest rank over the mean (×)", "", hovermode="closest", barmode="group", bargap=0.3)
+    frame["height"] = 90 + 56 * len(fit)
+    frame["xaxis"] |= {"tickformat": ",~r"}
+    frame["yaxis"] |= {"autorange": "reversed", "type": "category", "ticksuffix": " "}
+    frame["shapes"] = [_mark("x")]
+    return {"data": data, "layout": frame}
+
+
+def _pays(records: list[Record]) -> Figure | None:
+    data = []
+    for (colour, dash), one in zip(_LINES * len(records), records, strict=False):
+        known = [(each["tokens"], each["saved"] / each["cost"]) for each in one["sizes"] if each["cost"] > 0]
+        known = [(tokens, ratio) for tokens, ratio in known if ratio > 0]
+        if not known:
+            continue
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "x": [tokens for tokens, _ in known],
+                "y": [round(ratio, 5) for _, ratio in known],
+                "name": escape(one["policy"]),
+                "line": {"color": colour, "width": 2, "dash": dash},
+                "marker": {"size": 5},
+                "meta": {"label": one["policy"] + (" (dashed)" if dash == "dash" else "")},
+                "hovertemplate": f"{escape(one['policy'])}, %{{x:,}} tokens: %{{y:,.2f}} ×<extra></extra>",
+            }
+        )
+    if not data:
+        return None
+    frame = layout("tokens a rank", "time saved over time cost (×)", hovermode="closest", height=90 + 56 * 5)
+    frame["xaxis"] |= {"type": "log", "dtick": 1, "tickformat": ",d", "rangemode": "normal"}
+    frame["yaxis"] |= {"type": "log", "tickformat": ",~g"}
+    frame["shapes"] = [_mark("y")]
+    return {"data": data, "layout": frame}
+
+
+def _mark(axis: str) -> Figure:
+    """A dotted line at one."""
+    other = "y" if axis == "x" else "x"
+    return {
+        "type": "line",
+        f"{other}ref": "paper",
+        f"{other}0": 0,
+        f"{other}1": 1,
+        f"{axis}0": 1,
+        f"{axis}1": 1,
+        "line": {"color": palette.INK, "width": 1.5, "dash": "dot"},
+    }
+
+
+def _table(records: list[Record]) -> str:
+    headings = [
+        ("Policy", ""),
+        ("Forward, home", "busiest / mean"),
+        ("Forward", "busiest / mean"),
+        ("Backward, home", "busiest / mean"),
+        ("Backward", "busiest / mean"),
+        ("Replicas", ""),
+        ("Moved rows", "of the forward"),
+        ("More dropped", "rows"),
+        ("On the wire", "of replicas"),
+        ("Fits", ""),
+    ]
+    rows = []
+    for one in records:
+        counts = [
+            DASH if one[name] is None else whole(one[name]) for name in ("replicas", "moved_rows", "extra_dropped")
+        ]
+        rows.append(
+            [
+                escape(one["policy"]),
+                *(fixed(one[name], 3) for name in ("forward_home", "forward", "backward_home", "backward")),
+                *counts,
+                size(one["replica_bytes"]),
+                '<span class="yes">yes</span>' if one["fits"] else '<span class="no">no</span>',
+            ]
+        )
+    note = (
+        "Rows of the busiest rank over the mean, at home and with replicas; of the backward, rows it keeps. Replicas, "
+        "rows and bytes are sums over the load matrices."
+    )
+    return table("results", headings, rows, title="Results", note=note)
+
+
+def _sizes(records: list[Record]) -> str:
+    if not records:
+        return ""
+    headings = [("Tokens a rank", ""), *((escape(one["policy"]), "ms saved / cost") for one in records)]
+    rows = [
+        [
+            whole(sizes[0]["tokens"]),
+            *(f"{fixed(each['saved'], 3)} / {fixed(each['cost'], 3)}" for each in sizes),
+        ]
+        for sizes in zip(*(one["sizes"] for one in records), strict=True)
+    ]
+    note = "Expert time that replicas save against the time of their traffic, a layer, at the stated rates."
+    return table("sizes", headings, rows, title="From how many tokens on", note=note)
