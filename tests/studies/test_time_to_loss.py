@@ -218,7 +218,7 @@ def test_every_column_of_the_result_has_values(launched: list[str], tmp_path: Pa
     assert "One device" in result.advice[0]
     assert "2 ranks" in result.advice[1]
     assert len(result.conclusions) == 9
-    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["study"] == "time-to-loss"
+    assert json.loads(json.dumps(result.to_dict(), allow_nan=False))["study"] == "time_to_loss"
 
 
 def test_contenders_train_from_the_same_weights_on_the_same_data(tmp_path: Path) -> None:

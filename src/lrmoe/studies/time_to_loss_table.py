@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 _STEADY = f"the ratio if each step's time is the median of the {MEDIAN_STEPS} around it"
 
+QUESTION = (
+    "In how much MoE-layer time does training reach the losses of plain training, on one device and over ranks, "
+    "against fixed ownership, SYMI and UltraEP?"
+)
+
 
 def step_rows(setting: Setting, cells: Sequence[Cell]) -> list[Row]:
     """One row a contender: what a step costs and where the run ends, means over seeds."""
@@ -98,10 +103,9 @@ def make_result(config: TimeToLossConfig, records: Mapping[str, Sequence[Cell]],
     figures.insert(0, _ratios(config, last))
     cells = [cell for of_setting in records.values() for cell in of_setting]
     return StudyResult(
-        study="time-to-loss",
+        study="time_to_loss",
         title="Time to loss",
-        question="In how much MoE-layer time does training reach the losses of plain training, on one device and over "
-        "ranks, against fixed ownership, SYMI and UltraEP?",
+        question=QUESTION,
         tables=tables,
         figures=figures,
         conclusions=conclusions,
