@@ -194,10 +194,26 @@ def test_bad_settings_are_named(values: dict[str, Any], named: str) -> None:
 
 
 def test_the_command_of_a_study_is_what_makes_it() -> None:
-    text = command("quota", StudyConfig(steps=90, seeds=(4, 5), text="a b"))
+    text = command("quota", StudyConfig(steps=90, seeds=(4, 5), text="a b").given())
     for part in ("lrmoe study quota", "--steps 90", "--seeds 4,5", "--text 'a b'"):
         assert part in text
     assert "--lr" not in text
+    assert "--set ranks=4" in command("time_to_loss", {"ranks": 4, "seeds": (1,)})
+
+
+def test_settings_that_only_one_study_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path / "s")]
+    for wrong, named in (
+        (["time_to_loss", "--set", "ranks=0"], "ranks=0"),
+        (["time_to_loss", "--model", "x"], "model='x' is no setting of the study time_to_loss"),
+        (["anatomy", "--set", "rates=2"], "rates=2"),
+        (["anatomy", "--set", "speed=2"], "--set 'speed=2' is not FIELD=VALUE"),
+        (["quota", "--set", "steps"], "--set 'steps' is not FIELD=VALUE"),
+        (["quota", "--jobs", "0"], "--jobs 0"),
+    ):
+        assert cli.main(["study", *wrong, *out]) == 2
+        assert named in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_whole_study_from_the_command_line(
@@ -211,7 +227,7 @@ def test_a_whole_study_from_the_command_line(
     out, store = tmp_path / "a <i>x", tmp_path / "cells"
     arguments = ["study", "router_gradient", "--out", str(out), "--cells", str(store), "--model", run.model]
     arguments += ["--text", str(run.text), "--fine-tune-text", str(run.text), "--seeds", "0", "--steps", "20"]
-    arguments += ["--batch", "2", "--seq", "16"]
+    arguments += ["--batch", "16", "--seq", "16"]
     assert cli.main(arguments) == 0
     shown = capsys.readouterr().out
     assert "What you should do" in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -22,6 +23,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=integers, metavar="N,N,...", help="seeds of each variant (0,1,2)")
     parser.add_argument(
         "--regimes", type=words, metavar="NAME,...", help=f"of {', '.join(REGIMES)}; default: the study's own"
+    )
+    parser.add_argument(
+        "--set",
+        dest="more",
+        action="append",
+        metavar="FIELD=VALUE",
+        help="a setting that only this study has, e.g. ranks=4 of time_to_loss; repeat for more",
     )
     plain = [field for field in fields(StudyConfig) if "help" in field.metadata]
     add_fields(parser, plain, choices={}, names={"model": "MODEL", "text": "PATH", "fine_tune_text": "PATH"})
@@ -43,7 +51,8 @@ def run(given: dict[str, Any]) -> int:
     jobs = given.pop("jobs", 1)
     if jobs < 1:
         raise ValueError(f"--jobs {jobs} must be at least 1")
-    console.print(f"{CATALOG[name]}", markup=False)
+    given |= _more(given.pop("more", []), CATALOG[name].settings)
+    console.print(CATALOG[name].question, markup=False)
     with progress_bar(name) as steps:
         result = run_named(name, given, out, store=store, jobs=jobs, watch=steps.expect)
     for table in result.tables:
@@ -57,3 +66,24 @@ def run(given: dict[str, Any]) -> int:
             console.print(f"- {sentence}", markup=False, soft_wrap=False)
     console.print(f"\ntable:  {out / 'table.md'}\nreport: {out / 'report.html'}", markup=False)
     return 0
+
+
+def _more(texts: list[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of ``--set``."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name not in settings:
+            raise ValueError(f"--set {text!r} is not FIELD=VALUE with a field of {', '.join(settings)}")
+        parts = [_value(part) for part in value.split(",")]
+        found[name] = tuple(parts) if isinstance(settings[name], tuple) else parts[0] if len(parts) == 1 else value
+    return found
+
+
+def _value(text: str) -> Any:
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return None if text.lower() == "none" else text

@@ -16,6 +16,8 @@ NAMES = (
     "error_budget",
     "schedule",
     "recipes",
+    "anatomy",
+    "time_to_loss",
 )
 
 
@@ -56,3 +58,8 @@ class StudyConfig:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are not at their default."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}

@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lrmoe.studies.grid import Comparison, GridStudy, Rows, table
 from lrmoe.studies.jobs import Progress
 from lrmoe.studies.results import StudyResult, markdown
 from lrmoe.studies.study_config import StudyConfig
-from lrmoe.training.files import locked, read_json, write_json, write_records, write_text
+from lrmoe.training.files import LOCK, locked, read_json, write_json, write_records, write_text
 from lrmoe.training.run import load, versions
 
 STUDIES: Mapping[str, GridStudy] = {
@@ -32,14 +33,7 @@ def check(study: GridStudy, config: StudyConfig, out: Path) -> None:
     Raises:
         ValueError: naming what is wrong and the mend.
     """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out={str(out)!r} is a file; give a folder")
-    if (out / "config.json").exists():
-        stored = read_json(out / "config.json")
-        if stored.get("command") != "study" or stored.get("study") != study.name:
-            raise ValueError(f"out={str(out)!r} was not written by lrmoe study {study.name}; give another folder")
-    elif out.is_dir() and any(entry.name not in ("cells", ".lock") for entry in out.iterdir()):
-        raise ValueError(f"out={str(out)!r} holds something else than a study; give another folder")
+    check_folder(study.name, out)
     texts = set()
     for comparison in study.first(config):
         for cells in comparison.cells(config.seeds[:1]).values():
@@ -49,6 +43,18 @@ def check(study: GridStudy, config: StudyConfig, out: Path) -> None:
                     # The text and the model are the same for all that share these.
                     load(cell.config)
                 texts.add(key)
+
+
+def check_folder(name: str, out: Path) -> None:
+    """Raises ValueError if ``out`` cannot take the study's results, or holds something else."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out={str(out)!r} is a file; give a folder")
+    if (out / "config.json").exists():
+        stored = read_json(out / "config.json")
+        if stored.get("command") != "study" or stored.get("study") != name:
+            raise ValueError(f"out={str(out)!r} was not written by lrmoe study {name}; give another folder")
+    elif out.is_dir() and any(entry.name not in ("cells", LOCK) for entry in out.iterdir()):
+        raise ValueError(f"out={str(out)!r} holds something else than a study; give another folder")
 
 
 def run_study(
@@ -73,10 +79,7 @@ def run_study(
     """
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
-        write_json(
-            out / "config.json",
-            {"command": "study", "study": study.name, "settings": config.to_dict(), "versions": versions()},
-        )
+        write_config(study.name, config.to_dict(), out)
         compared = study.first(config)
         rows = _carry_out(compared, config, store, jobs, watch)
         more = study.then(config, rows)
@@ -97,6 +100,18 @@ def run_study(
     return result
 
 
+def write_config(name: str, settings: Mapping[str, Any], out: Path) -> None:
+    """``config.json`` of a study's folder."""
+    write_json(
+        out / "config.json", {"command": "study", "study": name, "settings": dict(settings), "versions": versions()}
+    )
+
+
+def watched(watch: Watch | None, work: int) -> Progress:
+    """The display of so much work; nothing where nobody watches."""
+    return (lambda *_: None) if watch is None else watch(work)
+
+
 def write_result(result: StudyResult, out: Path) -> None:
     """The files of a study's folder but ``config.json``."""
     lines = [{"table": one.name, **row} for one in result.tables for row in one.rows]
@@ -109,7 +124,7 @@ def write_result(result: StudyResult, out: Path) -> None:
     write_report(out)
 
 
-def provenance(name: str, config: Any, cells: list[Cell], store: Path) -> dict[str, Any]:
+def provenance(name: str, config: StudyConfig, cells: list[Cell], store: Path) -> dict[str, Any]:
     """Where numbers come from: the command, what the runs were made with, the machine and the time they took."""
     made_with: dict[str, set[str]] = {}
     seconds = 0.0
@@ -118,7 +133,7 @@ def provenance(name: str, config: Any, cells: list[Cell], store: Path) -> dict[s
             made_with.setdefault(package, set()).add(version)
         seconds += cell.summary(store)["seconds"]
     return {
-        "command": command(name, config),
+        "command": command(name, config.given()),
         "versions": {package: ", ".join(sorted(found)) for package, found in made_with.items()},
         "machine": machine(),
         "runs": len({cell.key for cell in cells}),
@@ -126,14 +141,14 @@ def provenance(name: str, config: Any, cells: list[Cell], store: Path) -> dict[s
     }
 
 
-def command(name: str, config: Any) -> str:
-    """The command line that makes the study, with what differs from the defaults."""
-    default, parts = type(config)().to_dict(), ["lrmoe", "study", name]
-    for field, value in config.to_dict().items():
-        if value != default[field]:
-            text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-            parts += ["--" + field.replace("_", "-"), text]
-    return shlex.join([*parts, "--out", f"runs/studies/{name}", "--cells", "runs/studies/cells"])
+def command(name: str, given: Mapping[str, Any]) -> str:
+    """The command line that makes the study with these settings."""
+    parts, options = ["lrmoe", "study", name], {field.name for field in fields(StudyConfig)}
+    for field, value in given.items():
+        text = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+        parts += ["--" + field.replace("_", "-"), text] if field in options else ["--set", f"{field}={text}"]
+    parts += ["--out", f"runs/studies/{name}"]
+    return shlex.join(parts if name not in STUDIES else [*parts, "--cells", "runs/studies/cells"])
 
 
 def machine() -> dict[str, Any]:
@@ -147,8 +162,7 @@ def _carry_out(
     cells = [cell for comparison in compared for cell in _cells(comparison, config)]
     # Seed by seed, so that what is interrupted has whole seeds.
     cells.sort(key=lambda cell: config.seeds.index(cell.config.seed))
-    progress: Progress = (lambda *_: None) if watch is None else watch(steps_of(cells, store))
-    run_cells(cells, store, jobs=jobs, progress=progress)
+    run_cells(cells, store, jobs=jobs, progress=watched(watch, steps_of(cells, store)))
     return {comparison.name: comparison.rows(store, config.seeds) for comparison in compared}
 
 

@@ -24,7 +24,7 @@ OWN_ENTRIES = (
     "pretrained",
     "runs",
 )
-_LOCK = "run.lock"
+LOCK = "run.lock"
 
 
 def write_text(path: Path, text: str) -> None:
@@ -112,7 +112,7 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={str(out)!r} is a file; give a folder")
     _check_can_be_made(out)
-    entries = [entry.name for entry in out.iterdir() if entry.name != _LOCK] if out.is_dir() else []
+    entries = [entry.name for entry in out.iterdir() if entry.name != LOCK] if out.is_dir() else []
     if resume:
         if "config.json" not in entries:
             raise ValueError(f"out={str(out)!r} holds no run to resume (no config.json); leave out --resume")
@@ -196,7 +196,7 @@ def locked(out: Path) -> Iterator[None]:
     except ImportError:  # Windows has no advisory locks of this kind.
         yield
         return
-    with open(out / _LOCK, "a") as file:
+    with open(out / LOCK, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -204,4 +204,4 @@ def locked(out: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            (out / _LOCK).unlink(missing_ok=True)
+            (out / LOCK).unlink(missing_ok=True)
