@@ -319,9 +319,10 @@ def setting_in_words(recalibration: Object) -> str:
 
 
 def guarded_layers(told: Object) -> int | None:
-    """How many layers the guard has stopped dropping in; None where the records do not say."""
-    guarded = told.get("guarded")
-    if isinstance(guarded, (list, dict)):
+    """In how many layers the guard stopped dropping at some time (of a summary), or holds it now (of a logged line);
+    None where the records do not say."""
+    guarded = told.get("guarded", told.get("guarded_layers"))
+    if isinstance(guarded, list):
         return len(guarded)
     return guarded if isinstance(guarded, int) and not isinstance(guarded, bool) else None
 

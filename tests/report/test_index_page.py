@@ -1,0 +1,192 @@
+"""The index of a folder of runs: every run a row with the numbers of its records, whatever lies beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+from run_folders import compare_run, record, records, summary_of, train_config, train_run, write
+from study_folders import EVIL, study_folder
+
+pytest.importorskip("plotly")
+from lrmoe.report import write_report
+from lrmoe.report.index_charts import group
+from lrmoe.report.index_entries import read_entries
+from lrmoe.report.index_page import link_to, printable
+
+HOSTILE = "a'b\"c <script>alert(1)<%2F> 50% #1 ü\n&amp;"
+
+
+def figures_of(page: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="page-data">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    figures: dict[str, Any] = json.loads(found.group(1))["figures"]
+    return figures
+
+
+def markup(page: str) -> str:
+    return re.sub(r"<script.*?</script>|<style.*?</style>", "", page, flags=re.DOTALL)
+
+
+def words(page: str) -> str:
+    return re.sub(r"\s+", " ", unescape(re.sub(r"<[^>]*>", " ", markup(page))))
+
+
+def row_of(page: str, name: str) -> str:
+    """The text of a run's row."""
+    rows = re.findall(r"<tr.*?</tr>", page, re.DOTALL)
+    return next(said for row in rows if (said := words(row)).startswith(f" {printable(name)} "))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    train_run(root / "group" / HOSTILE)
+    exact = records(drop=0.0)
+    config = train_config(recalibration={"drop": 0.0, "selector": "pps", "seed": 0})
+    write(root / "exact", config, exact, {**summary_of(exact), "guarded": ["a", "b"]})
+    unlike = train_config(steps=120)
+    write(root / "unlike", unlike, records(), summary_of(records()))
+    write(root / "unfinished", train_config(), [record(10), record(20, validated=True), record(30)], None)
+    diverged = {**summary_of(records()), "eval_loss": float("nan"), "diverged_at": 40}
+    write(root / "diverged", train_config(), records(), diverged)
+    compare_run(root / "deep" / "er" / "compared")
+    train_run(root / "deep" / "er" / "compared" / "runs" / "C0" / "seed-0")
+    train_run(root / "cells" / "one")
+    train_run(root / "a" / "b" / "c" / "too deep")
+    study_folder(root / "study")
+    write(root / "broken" / EVIL.replace("/", ""), {}, [], None)
+    (root / "broken" / EVIL.replace("/", "") / "config.json").write_text('{"command": ')
+    (root / "half").mkdir()
+    (root / "half" / "metrics.jsonl").write_text('{"step": 3}\n')
+    (root / "checkpoint").mkdir()
+    (root / "checkpoint" / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    begun = root / "begun"
+    write(begun, json.loads((root / "deep" / "er" / "compared" / "config.json").read_text()), [], None)
+    (begun / "metrics.jsonl").unlink()
+    train_run(begun / "runs" / "C0" / "seed-0")
+    write_report(root)
+    return root
+
+
+def test_every_run_is_a_row_with_the_numbers_of_its_records(root: Path) -> None:
+    page = (root / "report.html").read_text(encoding="utf-8")
+    told = json.loads((root / "group" / HOSTILE / "summary.json").read_text())
+    row = row_of(page, f"group/{HOSTILE}")
+    for shown in (f"{told['eval_loss']:.4f}", f"{told['train_loss']:.4f}", "80.0 %", "98.00 %", "0.0250", "60 of 60"):
+        assert shown in row
+    assert "drop 20 %, pps" in row
+    seconds = told["forward_seconds"] + told["backward_seconds"]
+    assert f"{1000 * seconds:.1f} ms" in row
+    assert " finished " in row
+    assert "no drop" in row_of(page, "exact")
+    assert re.search(r"0\.0000 2 ", row_of(page, "exact")), "two guarded layers after V*/ΣR"
+    assert "unfinished 30 of 60" in row_of(page, "unfinished")
+    assert "2.1500" in row_of(page, "unfinished"), "the last validation loss that was logged"
+    assert "diverged" in row_of(page, "diverged")
+    assert "unfinished 60 of 540" in row_of(page, "begun"), "one of nine runs of 60 steps"
+    compared = row_of(page, "deep/er/compared")
+    assert "540 of 540" in compared
+    assert "+0.005 to +0.300" in compared
+    study = json.loads((root / "study" / "summary.json").read_text())
+    assert study["conclusions"][0] in row_of(page, "study")
+
+
+def test_what_belongs_to_a_run_or_is_none_is_not_listed(root: Path) -> None:
+    entries, deeper = read_entries(root)
+    names = [entry.name for entry in entries]
+    assert names == sorted(set(names))
+    assert deeper
+    assert not [name for name in names if "seed-0" in name or "cells" in name or "too deep" in name]
+    assert "checkpoint" not in names
+    assert len(names) == 10
+    assert "more than 3 levels down were not looked into" in words((root / "report.html").read_text(encoding="utf-8"))
+
+
+def test_links_lead_to_pages_and_names_are_no_markup(root: Path) -> None:
+    page = (root / "report.html").read_text(encoding="utf-8")
+    links = [unescape(link) for link in re.findall(r'<a href="([^"]*)"', markup(page))]
+    assert len(links) == 7, "all but the two that are broken and the comparison that has only begun"
+    for link in links:
+        assert re.fullmatch(r"[\w.~%/-]+", link)
+        assert (root / unquote(link)).is_file()
+    assert link_to(f"group/{HOSTILE}") in links
+    assert "<script>alert" not in markup(page)
+    assert "onerror=alert(1)>" not in page
+    assert r"ü\n&amp;" in words(page), "a line end in a name is seen as one"
+
+
+def test_a_broken_folder_is_told_with_its_problem_and_breaks_nothing(root: Path) -> None:
+    page = (root / "report.html").read_text(encoding="utf-8")
+    problems = page[page.index('id="problems"') :]
+    assert "config.json, line 1: not valid JSON" in words(problems)
+    assert "config.json is missing" in words(problems)
+    assert str(root) not in words(problems)
+    said = words(page)
+    assert "Mend or remove" in said
+    assert "Do not read losses off diverged" in said
+    assert "Look at the guarded layers of exact" in said
+    assert "Let begun, unfinished finish" in said
+
+
+def test_only_what_is_alike_is_drawn_together(root: Path) -> None:
+    entries, _ = read_entries(root)
+    groups = group(entries)
+    assert [sorted(entry.name for entry in one.entries) for one in groups] == [
+        ["deep/er/compared", "exact", f"group/{HOSTILE}"],
+        ["unlike"],
+    ]
+    figures = figures_of((root / "report.html").read_text(encoding="utf-8"))
+    traces = {trace["name"]: trace for trace in figures["kept-0"]["data"]}
+    rows = json.loads((root / "deep" / "er" / "compared" / "summary.json").read_text())["rows"]
+    for row, setting in zip(rows, ("no drop", "drop 20 %, pps", "drop 20 %, topq"), strict=True):
+        assert set(row["eval_losses"]) <= set(traces[setting]["y"])
+    assert traces["no drop"]["x"] == [100.0] * 4
+    assert set(figures) == {"kept-0", "time-0"}
+    (advice,) = [part for part in groups[0].advice() if part.startswith("Use ")]
+    assert "drop 20 %, pps" in advice
+
+
+def test_a_single_seed_is_told_to_say_nothing(tmp_path: Path) -> None:
+    for name, drop in (("one", 0.0), ("two", 0.2)):
+        lines = records(drop=drop)
+        config = train_config(recalibration={"drop": drop, "selector": "pps", "seed": 0})
+        write(tmp_path / name, config, lines, summary_of(lines))
+    assert "one seed cannot tell" in words(write_report(tmp_path).read_text(encoding="utf-8"))
+
+
+def test_pages_are_written_where_they_are_missing_or_old(tmp_path: Path) -> None:
+    missing, old, new = (train_run(tmp_path / name) for name in ("missing", "old", "new"))
+    for run in (old, new):
+        (run / "report.html").write_text("as it was")
+    os.utime(old / "report.html", (1, 1))
+    write_report(tmp_path)
+    assert (missing / "report.html").stat().st_size > 1e6
+    assert (old / "report.html").stat().st_size > 1e6
+    assert (new / "report.html").read_text() == "as it was"
+    write_report(tmp_path)  # An index is replaced by an index.
+
+
+def test_what_no_index_can_be_made_of_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="neither a run folder nor has one within 3 levels"):
+        write_report(tmp_path)
+    train_run(tmp_path / "run")
+    (tmp_path / "report.html").write_text("<h1>mine</h1>")
+    with pytest.raises(ValueError, match="is not an index that lrmoe wrote; move it away"):
+        write_report(tmp_path)
+    assert (tmp_path / "report.html").read_text() == "<h1>mine</h1>"
+
+
+def test_a_page_that_cannot_be_written_is_a_problem_of_its_run(tmp_path: Path) -> None:
+    run = train_run(tmp_path / "run")
+    lines = (run / "metrics.jsonl").read_text()
+    (run / "metrics.jsonl").write_text(lines + '{"step": "x"}\n')
+    said = words(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert "metrics.jsonl, line 7: step='x' must be an integer" in said
+    assert "2.1167" in said, "the summary's numbers are still shown"
