@@ -103,15 +103,12 @@ class Chromium:
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable", session)
-        phone = width < 500
-        self.call(
-            "Emulation.setDeviceMetricsOverride", session, width=width, height=height, deviceScaleFactor=1, mobile=phone
-        )
-        self.call("Emulation.setTouchEmulationEnabled", session, enabled=phone)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.call("Emulation.setEmulatedMedia", session, features=[scheme])
-        self.call("Page.navigate", session, url=page.as_uri())
+        # The main thread's own time: what other programs on the machine do not stretch.
+        self.call("Performance.enable", session, timeDomain="threadTicks")
         tab = Tab(self, session, target)
+        tab.set_dark(dark)
+        tab.set_width(width, height)
+        self.call("Page.navigate", session, url=page.as_uri())
         tab.wait(wait)
         return tab
 
@@ -133,13 +130,25 @@ class Tab:
             raise RuntimeError(json.dumps(answer["exceptionDetails"])[:2000])
         return answer["result"].get("value")
 
-    def wait(self, expression: str, seconds: float = 90) -> None:
+    def wait(self, expression: str, seconds: float = 300) -> None:
         """Until an expression is true."""
         until = time.monotonic() + seconds
         while not self.run(expression):
             if time.monotonic() > until:
                 raise TimeoutError(f"not true after {seconds} s: {expression}")
             time.sleep(0.05)
+
+    def set_width(self, width: int, height: int = 900) -> None:
+        """The screen; below 500 pixels it is a phone's."""
+        phone = width < 500
+        screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}
+        self._browser.call("Emulation.setDeviceMetricsOverride", self._session, **screen)
+        self._browser.call("Emulation.setTouchEmulationEnabled", self._session, enabled=phone)
+
+    def set_dark(self, dark: bool) -> None:
+        """What the reader's system asks for."""
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._browser.call("Emulation.setEmulatedMedia", self._session, features=[scheme])
 
     @property
     def console(self) -> list[str]:
@@ -156,6 +165,12 @@ class Tab:
             elif event["method"] == "Log.entryAdded":
                 said.append(event["params"]["entry"]["text"])
         return said
+
+    @property
+    def busy_seconds(self) -> float:
+        """CPU time of the page's main thread since it was opened: parsing, scripts, layout and painting."""
+        metrics = self._browser.call("Performance.getMetrics", self._session)["metrics"]
+        return next(float(one["value"]) for one in metrics if one["name"] == "TaskDuration")
 
     @property
     def is_wider(self) -> bool:

@@ -91,7 +91,7 @@ def limit_line(value: float, text: str, colour: str, *, below: bool) -> Figure:
     """What ``layout`` takes to draw a horizontal limit with a word on it, above the line or ``below``; ``text`` is
     plain."""
     mark = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": value, "y1": value}
-    word = {"xref": "paper", "x": 0, "xanchor": "left", "y": value, "yanchor": "top" if below else "bottom"}
+    word = {"xref": "paper", "x": 1, "xanchor": "right", "y": value, "yanchor": "top" if below else "bottom"}
     return {
         "shapes": [{**mark, "line": {"color": colour, "width": 1.5, "dash": "dash"}}],
         "annotations": [{**word, "showarrow": False, "text": escape(text), "font": {"size": 12, "color": colour}}],

@@ -152,6 +152,22 @@ def key(entries: Sequence[tuple[str, str]]) -> str:
     return f'<p class="key">{shown}</p>' if shown else ""
 
 
+def bars(items: Sequence[tuple[str, str, float]], colour: str) -> str:
+    """Horizontal bars with their words above them, which long words do not squeeze on a phone.
+
+    Args:
+        items: name, what is written of it, and its length, >= 0; plain text.
+        colour: of the palette.
+    """
+    longest = max((length for *_, length in items), default=0.0) or 1.0
+    rows = "".join(
+        f"<li><span>{escape(name)}</span><b>{escape(word)}</b>"
+        f'<i style="width:{100 * length / longest:.2f}%;background:{paint(colour)}"></i></li>'
+        for name, word, length in items
+    )
+    return f'<ul class="bars">{rows}</ul>'
+
+
 def chart(
     name: str,
     title: str,

@@ -10,12 +10,15 @@ from lrmoe.report.comparison import rows_of
 from lrmoe.report.frame import Frame, inline_json, write_page
 from lrmoe.report.index_entries import is_run_folder
 from lrmoe.report.loads import load_frame
-from lrmoe.report.run_folder import Run, read_object, read_run
+from lrmoe.report.run_folder import Run, Training, read_object, read_run
 from lrmoe.report.series import first_not_finite
 from lrmoe.report.table import table
-from lrmoe.report.text import escape
+from lrmoe.report.text import escape, short_layer_names
 from lrmoe.report.variants import find_baseline, looks
 from lrmoe.report.view import Page, legend
+
+# Layers that a notice names.
+MAX_NAMED = 8
 
 __all__ = ["asset", "inline_json", "render", "write_report"]
 
@@ -114,4 +117,21 @@ def _notices(page: Page) -> list[str]:
                 count = sum(not math.isfinite(value) for value in values)
                 times = "once" if count == 1 else f"{count:,} times"
                 notices.append(f"{who} {words} is not a finite number ({times}, first at step {step:,}).")
+        notices += _guard_notice(training, f"{training.variant}, seed {training.seed}: " if run.is_comparison else "")
     return notices
+
+
+def _guard_notice(training: Training, who: str) -> list[str]:
+    """Which layers the guard stopped from dropping, and when first."""
+    first: dict[str, int] = {}
+    stopped = [event for point in training.points for event in point.events if event.kind == "stopped"]
+    for event in stopped:
+        first.setdefault(event.layer, event.step)
+    if not first:
+        return []
+    short = dict(zip(training.layer_names, short_layer_names(training.layer_names), strict=True))
+    named = [f"{short.get(layer, layer)} (step {step:,})" for layer, step in first.items()]
+    more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+    times = "once" if len(stopped) == 1 else f"{len(stopped):,} times"
+    begin = f"{who}the" if who else "The"
+    return [f"{begin} guard stopped layers from dropping {times}: {', '.join(named[:MAX_NAMED])}{more}."]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from lrmoe.report import series
 from lrmoe.report.charts import LOSS_UNIT, Figure, heat_map, layout, limit_line, line, stacked_bar
 from lrmoe.report.evidence import Limit, StepTime
-from lrmoe.report.palette import ALARM, BLUE, GREEN, INK, LIMIT, MUTED, NEUTRAL, ORANGE, PALE, PALE_BLUE, SEQUENCE
+from lrmoe.report.palette import ALARM, BLUE, GREEN, INK, LIMIT, NEUTRAL, ORANGE, PALE, PALE_BLUE, SEQUENCE
 from lrmoe.report.run_folder import GuardEvent, Training
 from lrmoe.report.text import duration, escape, percent, short_layer_names, size
 from lrmoe.report.variants import Look
@@ -37,7 +37,25 @@ def loss(training: Training) -> Figure | None:
         few = len(eval_steps) <= 60
         curve["mode"] = "lines+markers" if few else "lines"
         data.append(curve | {"marker": {"color": ORANGE, "size": 7, "symbol": "diamond"}})
-    return {"data": data, "layout": layout("optimizer step", LOSS_UNIT, height=360)} if data else None
+    if not data:
+        return None
+    frame = layout("optimizer step", LOSS_UNIT, height=360)
+    top = loss_top(training)
+    if top is not None:
+        lowest = min(value for trace in data for value in trace["y"] if value is not None)
+        frame["yaxis"] |= {"range": [lowest - 0.05 * (top - lowest), top]}
+    return {"data": data, "layout": frame}
+
+
+def loss_top(training: Training) -> float | None:
+    """Where the axis of the loss ends, if the first few of many values would take more than half of it; else None."""
+    values = [value for column in ("loss", "eval_loss") for value in training.series(column)[1] if math.isfinite(value)]
+    if len(values) < 100:
+        return None
+    ordered = sorted(values)
+    lowest, most, highest = ordered[0], ordered[len(ordered) * 97 // 100], ordered[-1]
+    top = most + 0.1 * (most - lowest)
+    return top if top - lowest < 0.5 * (highest - lowest) else None
 
 
 def dropped(training: Training) -> Figure | None:
@@ -58,12 +76,17 @@ def dropped(training: Training) -> Figure | None:
     return {"data": data, "layout": frame} if data else None
 
 
-def kept_importance(training: Training) -> Figure | None:
-    """The share of the sum of R that was kept: mean over layers and the layer with least, in percent."""
+def kept_importance(training: Training, limit: Limit | None) -> Figure | None:
+    """The share of the sum of R that was kept: mean over layers and the layer with least, in percent; the guard's limit
+    as a line where it is about this."""
     figure = _mean_and_worst(training, "kept_importance_share", "kept sum of R (%)", min, "layer that kept least", 100)
     if figure is not None:
         values = [value for trace in figure["data"] for value in trace["y"] if value is not None]
         bottom = min(values) - max(0.2, 0.08 * (100 - min(values)))
+        if limit is not None and limit.column == "kept_importance_share":
+            floor = 100 * (1 - limit.value)
+            bottom = min(bottom, floor - 0.2)
+            figure["layout"] |= limit_line(floor, f"limit {floor:g} %", LIMIT, below=True)
         figure["layout"]["yaxis"] |= {"range": [bottom, 100 + 0.03 * (100 - bottom)]}
     return figure
 
@@ -75,7 +98,10 @@ def variance(training: Training, limit: Limit | None) -> Figure | None:
         highest = max(value for trace in figure["data"] for value in trace["y"] if value is not None)
         # A limit far above all values would flatten them.
         if limit is not None and limit.column == "variance_share" and limit.value <= 6 * max(highest, 1e-12):
-            figure["layout"] |= limit_line(limit.value, f"limit {limit.value:g}", LIMIT, below=highest > limit.value)
+            # Where the word is least likely to lie on a curve.
+            ends = [value for trace in figure["data"] if (value := trace["y"][-1]) is not None]
+            below = min(ends, default=0.0) > limit.value
+            figure["layout"] |= limit_line(limit.value, f"limit {limit.value:g}", LIMIT, below=below)
             highest = max(highest, limit.value)
         figure["layout"]["yaxis"] |= {"range": [0, 1.12 * (highest or 1)]}
     return figure
@@ -233,36 +259,17 @@ def replicas(training: Training) -> Figure | None:
     return {"data": data, "layout": frame}
 
 
-def sent_bytes(training: Training) -> Figure | None:
-    """Bytes that the logging rank sent in one optimizer step, by purpose: means over the run, in MiB."""
+def sent_bytes(training: Training) -> list[tuple[str, float]]:
+    """Bytes that the logging rank sent in one optimizer step, by purpose, most first: means over the run."""
     totals: dict[str, float] = {}
     for point in training.points:
         for purpose, value in point.sent_bytes.items():
             if math.isfinite(value):
                 totals[purpose] = totals.get(purpose, 0.0) + value
     last = training.points[-1].step if training.points else 0
-    if not totals or last == 0:
-        return None
-    ordered = sorted(totals.items(), key=lambda pair: -pair[1])
-    shown = [(purpose, value / last) for purpose, value in ordered]
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "y": [escape(purpose) for purpose, _ in shown],
-            "x": [value / 2**20 for _, value in shown],
-            "marker": {"color": BLUE},
-            "text": [size(value) for _, value in shown],
-            "textposition": "outside",
-            "cliponaxis": False,
-            "textfont": {"size": 12, "color": MUTED},
-            "hovertemplate": "%{y}<br>%{text} a step<extra></extra>",
-        }
-    ]
-    frame = layout("MiB a step", "", hovermode="closest", bargap=0.35, height=80 + 26 * len(shown))
-    frame["xaxis"] |= {"tickformat": ",~r", "range": [0, 1.3 * shown[0][1] / 2**20], "nticks": 4}
-    frame["yaxis"] |= {"autorange": "reversed", "type": "category", "ticksuffix": " "}
-    return {"data": data, "layout": frame}
+    if last == 0:
+        return []
+    return sorted(((purpose, value / last) for purpose, value in totals.items()), key=lambda pair: -pair[1])
 
 
 def load_spread(training: Training) -> Figure | None:

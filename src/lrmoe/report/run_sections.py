@@ -9,6 +9,7 @@ from lrmoe.report import frame, load_section, run_charts, series
 from lrmoe.report.advice import advise
 from lrmoe.report.charts import MAX_COLUMNS, colours_of
 from lrmoe.report.evidence import Evidence, gather, times
+from lrmoe.report.palette import BLUE
 from lrmoe.report.run_folder import Point, Training
 from lrmoe.report.text import counted, duration, fixed, percent, size, whole
 from lrmoe.report.view import Page, card
@@ -37,7 +38,14 @@ def _loss(page: Page, training: Training, evidence: Evidence) -> str:
     trend = ""
     if len(evidence.eval_loss) > 1:
         (first, begin), (last, end) = evidence.eval_loss[0], evidence.eval_loss[-1]
-        trend = f" It went from {fixed(begin, 3)} at step {whole(first)} to {fixed(end, 3)} at step {whole(last)}."
+        trend = (
+            f" Validation went from {fixed(begin, 3)} at step {whole(first)} to {fixed(end, 3)} at step {whole(last)}."
+        )
+    top = run_charts.loss_top(training)
+    if top is not None:
+        highest = max(value for pairs in (evidence.loss, evidence.eval_loss) for _, value in pairs)
+        trend += f" The axis ends at {fixed(top, 2)}, below some values (up to {fixed(highest, 2)}); "
+        trend += "a double click shows all."
     if page.memorizes:
         text = " This run memorises: validation is on the text that is trained on."
     else:
@@ -63,7 +71,7 @@ def _kept(page: Page, training: Training, evidence: Evidence) -> str:
     share = evidence.kept_share
     over = f" Over the run {percent(1 - share)} of the pairs were left out." if share is not None else ""
     held = " Where a layer's guard stops it, less is left out than scheduled." if evidence.events else ""
-    importance = run_charts.kept_importance(training)
+    importance = run_charts.kept_importance(training, limit)
     lowest = min(evidence.kept_importance, key=lambda pair: pair[1], default=None)
     least = f" Least here: {percent(lowest[1])} at step {whole(lowest[0])}, mean of layers." if lowest else ""
     variance = run_charts.variance(training, limit)
@@ -78,7 +86,8 @@ def _kept(page: Page, training: Training, evidence: Evidence) -> str:
     importance_map = run_charts.layer_map(
         training, "kept_importance_share", "kept sum of R (%)", events=evidence.events
     )
-    scale = "Orange and red are above the limit." if limit.column == "variance_share" else "Red is the most there was."
+    above = limit.column == "variance_share"
+    scale = "Orange and beyond is above the limit." if above else "The far end of the colours is the most there was."
     marks = " A cross: the guard stopped the layer there; a ring: it let it drop again." if evidence.events else ""
     if len([e for e in evidence.events if e.kind == "stopped"]) > run_charts.MAX_MARKS:
         marks += f" Only the first {run_charts.MAX_MARKS} of either are marked."
@@ -87,8 +96,9 @@ def _kept(page: Page, training: Training, evidence: Evidence) -> str:
             page,
             "dropped",
             "Drop schedule, and what was left out",
-            "The share of token-expert pairs whose backward the schedule lets out (dashed) and that was left out. The "
-            f"two part where quotas are rounded or an error budget holds pairs back.{held}{over}",
+            "The share of token-expert pairs whose backward the schedule lets out at the logged step (dashed), and "
+            "that was left out since the line before. They part where the drop changes, where quotas are rounded and "
+            f"where an error budget holds pairs back.{held}{over}",
             dropped,
             "No drop was logged.",
             colours=colours_of(dropped),
@@ -117,7 +127,7 @@ def _kept(page: Page, training: Training, evidence: Evidence) -> str:
             page,
             "variance_map",
             "V*/ΣR by layer and step",
-            f"A row a layer, a column a logged step. {scale} A row that stays dark needs a lower drop than the others."
+            f"A row a layer, a column a logged step. {scale} A row that stays there needs a lower drop than others."
             f"{columns}{marks}",
             variance_map,
             "No layer logged this.",
@@ -126,8 +136,8 @@ def _kept(page: Page, training: Training, evidence: Evidence) -> str:
             page,
             "importance_map",
             "Kept sum of R by layer and step",
-            "The darker, the more of a layer's importance was kept. Rows that stay pale lose more than the others at "
-            f"the same drop.{columns}{marks}",
+            "A row a layer, a column a logged step, coloured as the bar above says. A row that stays near the low end "
+            f"loses more than the others at the same drop.{columns}{marks}",
             importance_map,
             "No layer logged this.",
         ),
@@ -230,8 +240,7 @@ def _ranks(page: Page, training: Training, evidence: Evidence) -> str:
         moved = f" They computed {percent(mean.get('moved_rows', 0.0) / mean['rows'])} of all rows."
     extra = mean.get("extra_dropped", 0.0)
     more = f" To fit the capacity {fixed(extra, 1)} pairs a plan were dropped beyond the drop." if extra else ""
-    total = sum(value for point in training.points for value in point.sent_bytes.values() if math.isfinite(value))
-    whole_run = f" In all {size(total / training.points[-1].step)} a step." if total else ""
+    total = sum(value for _, value in sent)
     parts = [
         card(
             page,
@@ -250,19 +259,16 @@ def _ranks(page: Page, training: Training, evidence: Evidence) -> str:
             f"wire.{moved}{more}",
             copies,
             "Not logged.",
-            colours=colours_of(copies),
-        ),
-        card(
-            page,
-            "sent",
-            "Bytes that this rank sent, by purpose",
-            "Mean of an optimizer step, sent by the rank that wrote the records; validations are in it, which send "
-            f"tokens and weights but no gradients.{whole_run}",
-            sent,
-            "Not logged.",
-            wide=True,
         ),
     ]
+    if sent:
+        parts.append(
+            '<section class="card wide"><h3>Bytes that this rank sent, by purpose</h3>'
+            f"{frame.bars([(purpose, size(value), value) for purpose, value in sent], BLUE)}"
+            '<p class="reading">Mean of an optimizer step, sent by the rank that wrote the records. Validations are in '
+            "it, "
+            f"which send tokens and weights but no gradients. In all {size(total)} a step.</p></section>"
+        )
     return f'<h2>Ranks</h2><div class="grid">{"".join(parts)}</div>'
 
 
