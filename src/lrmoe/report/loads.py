@@ -42,10 +42,10 @@ def load_maps(trainings: list[Training]) -> list[dict[str, Any]]:
         frames = max(2, min(MAX_FRAMES, MAX_COUNTS // (len(loaded) * max(1, a_frame))))
         chosen = _evenly(points, frames)
         shown: list[list[Sequence[int]]] = [[_load(point, name) for name in names] for point in chosen]
-        total = [_total(points, name, widths[name]) for name in names]
+        total: list[Sequence[int]] = [_total(points, name, widths[name]) for name in names]
         flat = array("q")
-        for frame in shown:
-            for name, load in zip(names, frame, strict=True):
+        for row in shown:
+            for name, load in zip(names, row, strict=True):
                 flat.extend(load)
                 flat.extend([0] * (widths[name] - len(load)))
         maps.append(
