@@ -36,7 +36,7 @@ def _page(study: Study) -> Frame:
     unfit = [f"{one['policy']} does not fit: {one['reason']}" for one in summary["policies"] if not one["fits"]]
     return Frame(
         kind="Balancing of given loads",
-        title=f"{summary['source']}: {experts} experts on {counted(ranks, 'rank')}",
+        title=f"{summary['source'][:1].upper()}{summary['source'][1:]}: {experts} experts on {counted(ranks, 'rank')}",
         lead=escape(_lead(summary)),
         head=facts(
             [
@@ -94,7 +94,7 @@ def _advice(study: Study) -> list[str]:
     breaks = [one for one in study.summary["break_even"] if one["policy"] in fits]
     paying = [one for one in breaks if one["tokens"] is not None and one["tokens"] <= tokens and _ever(one)]
     if paying:
-        names = ", ".join(one["policy"] for one in paying)
+        names = _quoted(paying)
         said.append(f"Use replicas at {whole(round(tokens))} tokens a rank: they pay under {names}.")
     elif breaks:
         later = min((one["tokens"] for one in breaks if one["tokens"] is not None and _ever(one)), default=None)
@@ -109,11 +109,16 @@ def _advice(study: Study) -> list[str]:
     if not fits:
         said.append("Raise the capacity: no policy fits it.")
     elif any(not one["fits"] for one in study.summary["policies"]):
-        names = ", ".join(one["policy"] for one in study.summary["policies"] if one["fits"])
+        names = _quoted([one for one in study.summary["policies"] if one["fits"]])
         said.append(f"Choose among what fits the capacity: {names}.")
     if study.config["loads"] is None:
         said.append("Give loads of your own model (--loads, or a run of lrmoe train --trace): these are synthetic.")
     return said
+
+
+def _quoted(records: list[Record]) -> str:
+    """Policies by name; a name may have a comma."""
+    return ", ".join(f"“{one['policy']}”" for one in records)
 
 
 def _ever(one: Record) -> bool:
@@ -165,7 +170,7 @@ def _even(records: list[Record]) -> Figure | None:
             ("backward", "backward, as planned", _KEPT),
         )
     ]
-    frame = layout("rows of the busiest rank over the mean (×)", "", hovermode="closest", barmode="group", bargap=0.3)
+    frame = layout("busiest rank over the mean (×)", "", hovermode="closest", barmode="group", bargap=0.3)
     frame["height"] = 90 + 56 * len(fit)
     frame["xaxis"] |= {"tickformat": ",~r"}
     frame["yaxis"] |= {"autorange": "reversed", "type": "category", "ticksuffix": " "}
@@ -257,9 +262,10 @@ def _sizes(records: list[Record]) -> str:
     rows = [
         [
             whole(sizes[0]["tokens"]),
-            *(f"{fixed(each['saved'], 3)} / {fixed(each['cost'], 3)}" for each in sizes),
+            *(f"{fixed(each['saved'], 3)} / {fixed(each['cost'], 3)}" if each["replicas"] else DASH for each in sizes),
         ]
         for sizes in zip(*(one["sizes"] for one in records), strict=True)
     ]
-    note = "Expert time that replicas save against the time of their traffic, a layer, at the stated rates."
+    note = "Expert time that replicas save against the time of their traffic, a layer, at the stated rates. A dash "
+    note += "where no replica is planned."
     return table("sizes", headings, rows, title="From how many tokens on", note=note)

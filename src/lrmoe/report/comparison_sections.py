@@ -167,9 +167,12 @@ def kept_by_variant(page: Page) -> str:
     limit = float(limit) if isinstance(limit, (int, float)) and not isinstance(limit, bool) else None
     variance = _dots(page, {"variance_share": ("V*/ΣR", palette.BLUE, "circle")}, "V*/ΣR", scale=1.0, digits=4)
     if variance is not None:
-        variance["layout"]["xaxis"] |= {"rangemode": "tozero", "tickformat": ",~g"}
         shown = [x for trace in variance["data"] for x in trace["x"]]
-        if limit is not None and limit <= 2 * max(shown):
+        # Room left of zero, so that a marker there does not lie on its variant's name.
+        right = max(*shown, 1e-6)
+        variance["layout"]["xaxis"] |= {"range": [-0.06 * right, 1.12 * right], "zeroline": True}
+        if limit is not None and limit <= 2 * right:
+            variance["layout"]["xaxis"] |= {"range": [-0.06 * right, 1.12 * max(right, limit)]}
             variance["layout"]["shapes"] = [
                 {
                     "type": "line",

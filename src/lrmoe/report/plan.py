@@ -237,9 +237,7 @@ def _memory(summary: Record) -> Figure:
         ("nothing dropped", _EXACT, [one["exact_bytes"] / 2**30 for one in options]),
         ("as planned", _DROPPED, [one["bytes"] / 2**30 for one in options]),
     ]
-    return _bars(
-        list(map(_name, options)), series, "memory of the fullest rank (GiB)", summary["budget"] / 2**30, " GiB"
-    )
+    return _bars(list(map(_name, options)), series, "GiB on the fullest rank", summary["budget"] / 2**30, " GiB")
 
 
 def _time(summary: Record) -> Figure:
@@ -248,7 +246,7 @@ def _time(summary: Record) -> Figure:
         ("as planned", _TIME, [one["over_fixed"] for one in options]),
         ("largest drop", _MOST, [one["at_most_drop"]["over_fixed"] for one in options]),
     ]
-    return _bars(list(map(_name, options)), series, "time over fixed ownership’s without drop (×)", 1.0, " ×")
+    return _bars(list(map(_name, options)), series, "time over fixed ownership’s (×)", 1.0, " ×")
 
 
 def _items(summary: Record) -> str:

@@ -339,7 +339,7 @@ def _skews(ran: list[Record]) -> Figure:
         }
         for system, title in _SYSTEMS.items()
     ]
-    frame = layout("rows of the busiest rank over the mean", "batch that fits whole (%)", height=300)
+    frame = layout("busiest rank over the mean (×)", "batch that fits whole (%)", height=300)
     frame["xaxis"] |= {"rangemode": "normal", "tickformat": ".3~g"}
     frame["yaxis"] |= {"range": [0, 104]}
     return {"data": data, "layout": frame}

@@ -198,9 +198,10 @@ def _bars(played: Played, data: dict[str, Any]) -> str:
     if len(data["frames"]) < data["all"]:
         note += f" The slider stops at {len(data['frames'])} of {whole(data['all'])} microbatches."
     return (
-        f'<h2>Load of the ranks, before and after</h2><p class="intro">{note}</p>'
+        # The controls stay in sight for as long as there are panels, and no longer.
+        f'<section><h2>Load of the ranks, before and after</h2><p class="intro">{note}</p>'
         f'<div class="bars-head"><div class="controls">{controls}</div>{key(_BARS)}</div>'
-        f'<div class="panels">{panels}</div>'
+        f'<div class="panels">{panels}</div></section>'
     )
 
 

@@ -6,7 +6,10 @@ from typing import Any
 
 from lrmoe.report.text import DASH, duration, escape, fixed, percent, size
 
+# What decides comes first: on a narrow screen the rest is to be scrolled to.
 _COLUMNS = (
+    ("Against fixed", "same drop"),
+    ("MoE time", "a step, modelled"),
     ("Forward", "busiest / mean"),
     ("Kept rows", "busiest / mean"),
     ("Replicas", "a record"),
@@ -16,16 +19,13 @@ _COLUMNS = (
     ("Rows", "a step"),
     ("Held", "fullest rank"),
     ("Planning", "a record; deciding, a step"),
-    ("MoE time", "a step, modelled"),
-    ("Against fixed", "same drop"),
 )
 _NOTE = (
-    "Busiest over mean rows of a rank: the mean over records, below it what 95 % of them do not exceed. Replicas: "
-    "instances away from an expert's first host. On the wire: all ranks and layers of a step. Held: weights, gradients "
-    "and "
-    "optimizer state of the fullest rank. Planning, and below it deciding between steps: CPU time, measured. MoE time: "
-    "modelled, of all MoE layers in a step, with nothing hidden; below it, if copies hide behind the computing of "
-    "their layer."
+    "MoE time: modelled, of all MoE layers in a step, with nothing hidden; below it, if copies hide behind the "
+    "computing of their layer. Busiest over mean rows of a rank: the mean over records, below it what 95 % of them do "
+    "not exceed. Replicas: instances away from an expert’s first host. On the wire: all ranks and layers of a step. "
+    "Held: weights, gradients and optimizer state of the fullest rank. Planning, and below it deciding between steps: "
+    "CPU time, measured."
 )
 
 
@@ -53,13 +53,13 @@ def _row(record: dict[str, Any]) -> str:
     ratio = record["against_fixed"]
     verdict = f'<small class="worse">{escape(record["verdict"])}</small>' if record["verdict"] else ""
     cells = [
+        f"{DASH if ratio is None else fixed(ratio, 2) + ' ×'}{verdict}",
+        f"{duration(seconds['total'] / 1e3)}<small>{duration(seconds['hidden'] / 1e3)}</small>",
         f"{fixed(record['forward_mean'], 3)}<small>{fixed(record['forward_p95'], 3)}</small>",
         f"{fixed(record['kept_mean'], 3)}<small>{fixed(record['kept_p95'], 3)}</small>",
         fixed(record["replicas"], 1),
         *(size(sent[kind]) if sent[kind] else DASH for kind in ("weights", "gradients", "optimizer", "tokens")),
         size(record["memory"]["total"]),
         f"{duration(record['plan_ms'] / 1e3)}<small>{duration(record['decide_ms'] / 1e3)}</small>",
-        f"{duration(seconds['total'] / 1e3)}<small>{duration(seconds['hidden'] / 1e3)}</small>",
-        f"{DASH if ratio is None else fixed(ratio, 2) + ' ×'}{verdict}",
     ]
     return head + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"

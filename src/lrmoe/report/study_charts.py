@@ -144,7 +144,7 @@ def _bars(series: Series, y: Sequence[float | None], log: bool) -> dict[str, Any
 
 
 def _frame(one: Figure, offset: _Offsets | None) -> dict[str, Any]:
-    frame = layout(escape(one.x_label), escape(one.y_label), hovermode="closest", height=340)
+    frame = layout(_broken(one.x_label, 38), escape(one.y_label), hovermode="closest", height=340)
     frame["xaxis"] |= {"rangemode": "normal", "tickformat": ",~g"}
     frame["yaxis"] |= {"tickformat": ",~g", "zeroline": True, "zerolinecolor": palette.ZERO}
     if offset is not None:
@@ -183,10 +183,10 @@ def _decades(one: Figure) -> float:
     return math.log10(max(values) / min(values)) if values else 0.0
 
 
-def _broken(name: str) -> str:
-    """A category's name over two lines where it is long."""
+def _broken(name: str, most: int = 14) -> str:
+    """A name over two lines where it is longer than ``most`` signs, so that a phone shows it whole."""
     words = name.split()
-    if len(name) <= 14 or len(words) < 2:
+    if len(name) <= most or len(words) < 2:
         return escape(name)
     cut = min(range(1, len(words)), key=lambda i: abs(len(" ".join(words[:i])) - len(" ".join(words[i:]))))
     return f"{escape(' '.join(words[:cut]))}<br>{escape(' '.join(words[cut:]))}"
