@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ CALM = {"loss": 2.0, "drop": 0.2, "kept_share": 0.8, "load_max_over_mean": 1.4}
 def training(
     *,
     steps: int = 10,
-    variance: dict[int, float] | float = 0.02,
+    variance: dict[int, int] | float | Callable[[int], float] = 0.02,
     tail: float = 0.001,
     layers: int = 3,
     **values: Any,
@@ -28,9 +29,10 @@ def training(
         by_layer = {
             f"model.layers.{layer}.mlp": LayerPoint(
                 values={
-                    "variance_share": variance if isinstance(variance, float) else _at(variance, layer, step),
+                    "variance_share": variance(step) if callable(variance) else _at(variance, layer, step),
                     "kept_importance_share": 1.0 - tail,
                     "load_max_over_mean": told["load_max_over_mean"] + layer / 10,
+                    "kept_share": told["kept_share"],
                 }
             )
             for layer in range(layers)
@@ -39,8 +41,10 @@ def training(
     return Training(variant="run", seed=0, points=points)
 
 
-def _at(until: dict[int, float], layer: int, step: int) -> float:
-    """0.3 in the layers named until their step, then 0.01."""
+def _at(until: dict[int, int] | float, layer: int, step: int) -> float:
+    """A constant, or 0.3 in the layers named until their step, then 0.01."""
+    if isinstance(until, float):
+        return until
     return 0.3 if step <= until.get(layer, 0) else 0.01
 
 
@@ -74,7 +78,7 @@ def test_noise_at_the_start_asks_for_a_warm_up_of_that_length() -> None:
 def test_noise_to_the_end_asks_for_less_and_names_the_layers() -> None:
     words = said(training(variance={0: 20, 2: 100}))
     assert "Lower the drop from 20 %, or set error_budget=0.1" in words
-    assert "It still was above at the end in layer 2." in words
+    assert "It still was above when last measured in layer 2." in words
     assert "warmup_steps" not in words
 
 
@@ -91,6 +95,16 @@ def test_a_tail_of_topq_asks_for_pps() -> None:
     words = said(training(tail=0.02), selector="topq")
     assert 'Set selector="pps": the dropped share of ΣR was above 0.50 % (guard_tail)' in words
     assert "Keep the drop" in said(training(tail=0.001), selector="topq")
+
+
+def test_that_a_guard_holds_a_layer_is_no_evidence_of_calm() -> None:
+    told = training(
+        variance=lambda step: 0.3 if step in (10, 70) else 0.0, kept_share=lambda s: 0.8 if s in (10, 70) else 1.0
+    )
+    words = said(told)
+    assert "Lower the drop from 20 %" in words
+    assert "It still was above when last measured in all 3 layers" in words
+    assert "warmup_steps" not in words
 
 
 def test_steps_without_a_drop_are_not_held_against_it() -> None:

@@ -83,7 +83,7 @@ def test_the_table_is_what_the_lines_say(tmp_path: Path) -> None:
 def test_the_guard_is_told_and_marked(tmp_path: Path) -> None:
     page = render(read_run(train_run(tmp_path / "run", guarded())))
     assert "The guard stopped the dropping once in 1 of 2 layers, first at step 20, where 0.310" in words(page.body)
-    assert "The guard stopped layers from dropping once: layer 1 (step 20)" in words(page.head)
+    assert "The guard stopped layers from dropping once: layer 1 (from step 20)" in words(page.head)
     heat, stopped, resumed = page.figures["variance_map"]["data"]
     assert (stopped["x"], stopped["y"], stopped["marker"]["symbol"]) == ([20], ["layer 1"], "x")
     assert (resumed["x"], resumed["y"]) == ([50], ["layer 1"])

@@ -79,7 +79,7 @@ def cost(e: Evidence) -> list[str]:
         return [
             f'Set selector="pps": {_small(said)} topq leaves the same kind of pairs out at every step, so this adds up.'
         ]
-    if last <= max(e.dropped_steps) // 2:
+    if last <= e.last_cost_step // 2:
         return [
             f"Set warmup_steps={last}: {_small(said)} After that it stayed below, so only the start needs every pair."
         ]
@@ -91,7 +91,7 @@ def cost(e: Evidence) -> list[str]:
         ]
     return [
         f"Lower the drop from {percent(e.drop, 0)}, or set error_budget={e.limit.value:g}, which keeps as many pairs "
-        f"as that takes: {_small(said)} It still was above at the end in "
+        f"as that takes: {_small(said)} It still was above when last measured in "
         f"{_layers([one.layer for one in late], e.layers)}."
     ]
 
@@ -109,10 +109,10 @@ def guard(e: Evidence) -> list[str]:
             f"less than {percent(e.drop, 0)} dropped"
             + (f" ({percent(1 - e.kept_share)} over the run)." if e.kept_share is not None else ".")
         )
-    if e.guarded and e.last_step > 0:
+    if e.guarded:
         said.append(
-            f"At the last logged step the guard held {_layers(e.guarded, e.layers)} at the exact backward. A lower "
-            "drop would let them drop some pairs all the time."
+            f"At the last logged step the guard held {_layers(e.guarded, e.layers)} at the exact backward: nothing is "
+            "saved there. A lower drop costs a layer less."
         )
     return said
 

@@ -98,6 +98,12 @@ def limit_line(value: float, text: str, colour: str, *, below: bool) -> Figure:
     }
 
 
+def below(text: str) -> Figure:
+    """The title of the horizontal axis, placed by hand: plotly sets it on top of the labels of a heat map."""
+    place = {"xref": "paper", "yref": "paper", "x": 0.5, "y": 0, "yanchor": "top", "yshift": -26}
+    return {**place, "text": text, "showarrow": False, "font": {"size": 13, "color": MUTED}}
+
+
 def heat_map(
     labels: Sequence[str],
     steps: Sequence[int],
@@ -123,8 +129,9 @@ def heat_map(
     cut = series.parts(len(steps), MAX_COLUMNS)
     means = [series.mean([row[i] for i in part]) for row in rows for part in cut]
     names = [escape(label) for label in labels]
-    frame = layout("optimizer step", "", hovermode="closest")
-    frame["height"] = 100 + len(labels) * min(34, max(8, 480 // len(labels)))
+    frame = layout("", "", hovermode="closest", annotations=[below("optimizer step")])
+    frame["margin"] |= {"b": 52}
+    frame["height"] = 112 + len(labels) * min(34, max(8, 480 // len(labels)))
     frame["xaxis"] |= {"rangemode": "normal", "showgrid": False}
     ticks = list(range(0, len(labels), math.ceil(len(labels) / MAX_LABELS)))
     frame["yaxis"] |= {"type": "category", "range": [len(labels) - 0.5, -0.5], "showgrid": False, "ticksuffix": " "}

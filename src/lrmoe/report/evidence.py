@@ -25,8 +25,8 @@ class Limit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Excess:
-    """One layer above the limit: at how many of the logged steps with a drop, between which, the largest value and its
-    step, and the value at the last logged step with a drop."""
+    """One layer above the limit: at which of the logged steps at which it dropped, the largest value and its step, and
+    the value at the last of them."""
 
     layer: str
     steps: list[int]
@@ -59,7 +59,11 @@ class StepTime:
 
 @dataclass(kw_only=True, slots=True)
 class Evidence:
-    """A training run. Shares are in [0, 1]; series are (step, value) pairs without what is not finite."""
+    """A training run. Shares are in [0, 1]; series are (step, value) pairs without what is not finite.
+
+    ``worst`` is the largest cost of a layer that dropped: its step, the layer and the value; ``last_cost_step`` the
+    last logged step at which some layer dropped and told its cost.
+    """
 
     last_step: int
     finished: bool
@@ -75,7 +79,7 @@ class Evidence:
     variance: list[tuple[int, float]]
     worst: tuple[int, str, float] | None
     excess: list[Excess]
-    dropped_steps: list[int]
+    last_cost_step: int
     events: list[GuardEvent]
     guarded: list[str]
     load: list[tuple[int, float]]
@@ -98,11 +102,14 @@ def gather(training: Training, settings: dict[str, Any], *, finished: bool) -> E
     short = dict(zip(names, short_layer_names(names), strict=True))
     limit = limit_of(settings)
     dropped = [point for point in training.points if point.values.get("drop", 0.0) > 0.0]
-    excess, worst = [], None
+    excess, worst, last_cost = [], None, 0
     for name in names:
-        costs = [(p.step, _cost(p.layers[name].values, limit)) for p in dropped if name in p.layers]
+        # A layer that kept every pair, as one that its guard holds does, says nothing of what a drop would cost it.
+        some = [p for p in dropped if name in p.layers and p.layers[name].values.get("kept_share", 0.0) < 1.0]
+        costs = [(p.step, _cost(p.layers[name].values, limit)) for p in some]
         found = [(step, value) for step, value in costs if value is not None]
         if found:
+            last_cost = max(last_cost, found[-1][0])
             step, value = max(found, key=lambda pair: pair[1])
             worst = (step, short[name], value) if worst is None or value > worst[2] else worst
             over = [at for at, cost in found if cost > limit.value]
@@ -132,7 +139,7 @@ def gather(training: Training, settings: dict[str, Any], *, finished: bool) -> E
         variance=_finite(training, "variance_share"),
         worst=worst,
         excess=excess,
-        dropped_steps=[point.step for point in dropped],
+        last_cost_step=last_cost,
         events=[event for point in training.points for event in point.events],
         guarded=[] if newest is None else [short[name] for name, layer in newest.layers.items() if layer.guarded],
         load=_finite(training, "load_max_over_mean"),

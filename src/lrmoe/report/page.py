@@ -130,7 +130,7 @@ def _guard_notice(training: Training, who: str) -> list[str]:
     if not first:
         return []
     short = dict(zip(training.layer_names, short_layer_names(training.layer_names), strict=True))
-    named = [f"{short.get(layer, layer)} (step {step:,})" for layer, step in first.items()]
+    named = [f"{short.get(layer, layer)} (from step {step:,})" for layer, step in first.items()]
     more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
     times = "once" if len(stopped) == 1 else f"{len(stopped):,} times"
     begin = f"{who}the" if who else "The"

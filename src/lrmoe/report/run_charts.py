@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from lrmoe.report import series
 from lrmoe.report.charts import LOSS_UNIT, Figure, heat_map, layout, limit_line, line, stacked_bar
 from lrmoe.report.evidence import Limit, StepTime
-from lrmoe.report.palette import ALARM, BLUE, GREEN, INK, LIMIT, NEUTRAL, ORANGE, PALE, PALE_BLUE, SEQUENCE
+from lrmoe.report.palette import ALARM, BLUE, GREEN, INK, LIMIT, NEUTRAL, ORANGE, PALE, PALE_BLUE, PAPER, SEQUENCE
 from lrmoe.report.run_folder import GuardEvent, Training
 from lrmoe.report.text import duration, escape, percent, short_layer_names, size
 from lrmoe.report.variants import Look
@@ -168,7 +168,7 @@ def layer_map(
         figure["data"][0]["colorbar"] |= {"ticksuffix": "", "tickvals": [0, high / 2, high]}
         figure["data"][0]["colorbar"]["ticktext"] = ["0", f"{high / 2:g}", f"≥ {high:g}"]
     label_of = dict(zip(names, labels, strict=True))
-    for kind, symbol in (("stopped", "x"), ("resumed", "circle-open")):
+    for kind, inside, edge in (("stopped", INK, PAPER), ("resumed", PAPER, INK)):
         marks = [event for event in events if event.kind == kind and event.layer in label_of][:MAX_MARKS]
         if marks:
             figure["data"].append(
@@ -178,7 +178,12 @@ def layer_map(
                     "x": [event.step for event in marks],
                     "y": [escape(label_of[event.layer]) for event in marks],
                     "name": f"guard {kind}",
-                    "marker": {"symbol": symbol, "size": 9, "color": INK, "line": {"width": 2, "color": INK}},
+                    "marker": {
+                        "symbol": "x" if kind == "stopped" else "circle",
+                        "size": 9,
+                        "color": inside,
+                        "line": {"width": 1.5, "color": edge},
+                    },
                     "hovertemplate": f"%{{y}}, step %{{x:,d}}<br>guard {kind}<extra></extra>",
                 }
             )

@@ -88,7 +88,11 @@ def _kept(page: Page, training: Training, evidence: Evidence) -> str:
     )
     above = limit.column == "variance_share"
     scale = "Orange and beyond is above the limit." if above else "The far end of the colours is the most there was."
-    marks = " A cross: the guard stopped the layer there; a ring: it let it drop again." if evidence.events else ""
+    marks = (
+        " A cross: the guard stopped the layer there, which then adds no noise; a dot: it may drop again."
+        if evidence.events
+        else ""
+    )
     if len([e for e in evidence.events if e.kind == "stopped"]) > run_charts.MAX_MARKS:
         marks += f" Only the first {run_charts.MAX_MARKS} of either are marked."
     parts = [
