@@ -144,7 +144,7 @@ def test_case_26_a_compiled_layer_trains_without_breaks_or_recompiles() -> None:
     for compiled in (True, False):
         moe = layer()
         model = nn.Sequential(moe, nn.Linear(DIM, DIM))
-        recal = lrmoe.attach(model, LRMoEConfig(drop=0.6, warmup_steps=2, ramp_steps=9))
+        recal = lrmoe.attach(model, LRMoEConfig(drop=0.6, warmup_steps=2, ramp_steps=9, guard_variance=None))
         call: Any = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled else model
         generator = torch.Generator().manual_seed(3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
