@@ -1,9 +1,10 @@
-"""When to drop: from the first step, after a warm-up, with a ramp, with a dense tail."""
+"""When to drop: from the first step, after a warm-up, with a ramp, with a dense tail, or as the guard lets it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from lrmoe.config import LRMoEConfig
 from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, gap, of, rate_figure, told
 from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Figure
@@ -37,6 +38,9 @@ def comparisons(config: StudyConfig) -> list[Comparison]:
                 variants.append(f"C{rate} {schedule}: drop={rate / 100} {settings}")
             warm = max(1, round(0.15 * steps))
             variants.append(f"C{rate} random, warm-up: drop={rate / 100} selector=random warmup_steps={warm}")
+        # What a user has who sets nothing but the drop: layers decide for themselves when to begin.
+        limit = LRMoEConfig().guard_variance
+        variants += [f"C{rate} guard: drop={rate / 100} guard_variance={limit}" for rate in RATES]
         variants.append(
             f"C50 warm-up, exact router: drop=0.5 warmup_steps={max(1, round(0.15 * steps))} router_grad=exact"
         )
@@ -79,7 +83,7 @@ def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Fi
     def called(name: str) -> Callable[[Row], bool]:
         return lambda row: row["variant"].partition(" ")[2] == name
 
-    names = [*SCHEDULES, "warm-up, exact router", "random, warm-up"]
+    names = [*SCHEDULES, "guard", "warm-up, exact router", "random, warm-up"]
     return [rate_figure(c, rows[c.name], {name: called(name) for name in names}) for c in compared]
 
 
