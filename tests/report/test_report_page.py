@@ -278,3 +278,16 @@ def test_a_failure_leaves_the_old_page(tmp_path: Path) -> None:
 def test_the_page_is_the_same_twice(tmp_path: Path) -> None:
     run = compare_run(tmp_path / "run")
     assert write_report(run).read_bytes() == write_report(run).read_bytes()
+
+
+def test_the_seeds_of_a_single_validation_are_a_bar(tmp_path: Path) -> None:
+    run = compare_run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["step"] != 60:
+            line.pop("eval_loss", None)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    traces = page_of(run).data["figures"]["eval_loss"]["data"]
+    bars = [trace for trace in traces if "name" not in trace]
+    assert [trace["x"] for trace in bars] == [[60, 60]] * 3
+    assert all(trace["line"]["width"] > 0 and trace["y"][0] - trace["y"][1] == pytest.approx(0.04) for trace in bars)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from lrmoe.report import comparison_sections, frame, overview, palette, run_sections, sections
+from lrmoe.report import comparison_sections, frame, overview, run_sections, sections
 from lrmoe.report.comparison import rows_of
-from lrmoe.report.frame import Frame, inline_json, write_page
+from lrmoe.report.frame import Frame, write_page
 from lrmoe.report.index_entries import is_run_folder
 from lrmoe.report.loads import load_frame
 from lrmoe.report.run_folder import Run, Training, read_object, read_run
@@ -19,8 +19,6 @@ from lrmoe.report.view import Page, legend
 
 # Layers that a notice names.
 MAX_NAMED = 8
-
-__all__ = ["asset", "inline_json", "render", "write_report"]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -91,11 +89,6 @@ def render(run: Run) -> Frame:
         data={"loads": page.loads, "loadLayout": load_frame()} if page.loads else {},
         scripts=("loads.js",) if page.loads else (),
     )
-
-
-def asset(name: str) -> str:
-    """A file of ``assets/`` for a page that fills no :class:`Frame`."""
-    return palette.variables() + frame.asset(name) if name == "report.css" else frame.asset(name)
 
 
 def _notices(page: Page) -> list[str]:
