@@ -119,8 +119,12 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--pretrain-steps", type=int, metavar="N", help="steps without drop, before the variants part")
     compare.add_argument("--jobs", type=int, metavar="N", help="runs at a time, with one thread each if above 1 (1)")
 
-    report = verb("report", _report, "Write report.html again from the records of a run folder.")
-    report.add_argument("run", type=path, metavar="DIR", help="what train or compare wrote")
+    report = verb(
+        "report", _report, "Write report.html again from the records of a run folder, or an index of a folder of them."
+    )
+    report.add_argument(
+        "run", type=path, metavar="DIR", help="what a command wrote with --out, or a folder of such folders"
+    )
 
     for name, text in _MODULES.items():
         # One module a verb; what it imports is imported when the options are listed or it runs.

@@ -190,3 +190,17 @@ def test_a_page_that_cannot_be_written_is_a_problem_of_its_run(tmp_path: Path) -
     said = words(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "metrics.jsonl, line 7: step='x' must be an integer" in said
     assert "2.1167" in said, "the summary's numbers are still shown"
+
+
+def test_studies_and_plans_under_way_are_told(tmp_path: Path) -> None:
+    study = study_folder(tmp_path / "study")
+    for name in ("summary.json", "metrics.jsonl"):
+        (study / name).unlink()
+    plan = {"model": {"name": "m"}, "recommendation": "Leave it off.", "options": [{"policy": "fixed"}]}
+    write(tmp_path / "plan", {"command": "plan"}, [], plan)
+    (tmp_path / "plan" / "report.html").write_text("as it was")
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Let study finish, or give the same lrmoe study command again" in words(page)
+    assert "unfinished" in row_of(page, "study")
+    assert "plan finished m fixed" in row_of(page, "plan")
+    assert "Leave it off." in row_of(page, "plan")

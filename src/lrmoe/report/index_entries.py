@@ -270,7 +270,7 @@ def _read_paper(entry: Entry, config: Object, summary: Object | None) -> None:
     model = told.get("model")
     entry.model = str(model["name"] if isinstance(model, dict) else told.get("source") or config.get("model") or "")
     policies = told.get("options" if entry.command == "plan" else "policies") or []
-    entry.setting = ", ".join(dict.fromkeys(str(one["policy"]) for one in policies))
+    entry.setting = "; ".join(dict.fromkeys(str(one["policy"]) for one in policies))
     if entry.command == "plan":
         entry.outcome = str(told.get("recommendation", ""))
     elif entry.command == "balance":
@@ -280,10 +280,15 @@ def _read_paper(entry: Entry, config: Object, summary: Object | None) -> None:
             entry.outcome = f"shortest modelled MoE time: {best['policy']}, {best['against_fixed']:.2f} x fixed"
         elif policies:
             fits = [str(one["policy"]) for one in policies if one.get("fits")]
-            entry.outcome = f"fits: {', '.join(fits) or 'none'}"
+            entry.outcome = f"fits: {'; '.join(fits) or 'none'}"
     elif policies:
-        whole = [one["pressure"] for one in policies if one.get("reason") is None and one["completes"] > 1 - 1e-9]
-        entry.outcome = f"a whole batch completes up to {max(whole, default=0):g} x"
+        # Of the two ways of counting, the one of an operator that there is.
+        reach: dict[str, float] = {}
+        for one in policies:
+            if one["accounting"] == "operator" and one["reason"] is None and one["batch"] > 1 - 1e-9:
+                reach[one["policy"]] = max(reach.get(one["policy"], 0.0), one["pressure"])
+        fitting = "; ".join(f"{policy} {times:g} x" for policy, times in reach.items())
+        entry.outcome = f"largest batch that fits whole: {fitting or 'none'}"
 
 
 def _describe(entry: Entry, train: Object, config: Object) -> None:

@@ -132,6 +132,11 @@ def _advice(entries: Sequence[Entry], groups: Sequence[Group]) -> list[str]:
         verbs = {entry.command for entry in resumable}
         command = f"lrmoe {verbs.pop() if len(verbs) == 1 else 'train or compare'} --resume"
         said.append(f"Let {_names(resumable)} finish, or continue what was stopped with {command}.")
+    studies = [entry for entry in unfinished if entry.command == "study"]
+    if studies:
+        said.append(
+            f"Let {_names(studies)} finish, or give the same lrmoe study command again: it goes on where it stopped."
+        )
     diverged = [entry for entry in entries if entry.state == "diverged"]
     if diverged:
         said.append(f"Do not read losses off {_names(diverged)}: training diverged. Run it again with a lower --lr.")
@@ -236,7 +241,7 @@ def _papers(entries: Sequence[Entry]) -> str:
         ("Written", "UTC"),
         (_left("What came of it"), ""),
     ]
-    note = "Press a heading to sort. What came of it is each page’s own first sentence."
+    note = "Press a heading to sort. What came of it is told in full on each page."
     return _sortable(table("papers", headings, rows, title="Studies, plans and loads", note=note))
 
 

@@ -25,7 +25,8 @@ def write_study_page(folder: Path) -> Path:
     path = folder / "summary.json"
     if not path.exists():
         raise ValueError(
-            f"{path} is missing: the study is unfinished; run lrmoe study again with the same --out and --resume"
+            f"{path} is missing: the study is unfinished; give the same lrmoe study command again, which goes on "
+            "where it stopped"
         )
     told = read_object(path)
     try:
