@@ -164,4 +164,4 @@ def test_many_logged_steps_are_thinned_and_that_is_said(tmp_path: Path) -> None:
     assert "A column is the mean of up to 20 logged steps" in words(page.body)
     (one,) = page.data["loads"]
     assert (len(one["steps"]), one["logged"]) == (60, 3000)
-    assert "12 of 3,000 lines, evenly spread, the last among them" in words(page.body)
+    assert "12 of 300 lines with a validation, evenly spread, the last among them" in words(page.body)

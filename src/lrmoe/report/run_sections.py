@@ -219,7 +219,9 @@ def _time(page: Page, training: Training, evidence: Evidence) -> str:
 
 def _memory(page: Page, training: Training, evidence: Evidence) -> str:
     saved = next((point.saved_bytes for point in training.points if point.saved_bytes), {})
-    bar = run_charts.saved_bar(saved["moe"], saved.get("model")) if "moe" in saved else None
+    if "moe" not in saved:
+        return ""
+    bar = run_charts.saved_bar(saved["moe"], saved.get("model"))
     said = ""
     if saved.get("model"):
         said = f" {percent(saved['moe'] / saved['model'], 0)} of {size(saved['model'])} are the MoE layers'."
@@ -304,14 +306,16 @@ _COLUMNS: tuple[tuple[str, str, str, Callable[[Point], str]], ...] = (
 
 def _table(page: Page, training: Training, evidence: Evidence) -> str:
     points = training.points
-    cut = series.parts(len(points), MAX_ROWS)
-    shown = [points[part[-1]] for part in cut]
+    validated = [point for point in points if "eval_loss" in point.values]
+    of = validated if len(points) > MAX_ROWS and len(validated) >= MAX_ROWS else points
+    shown = [of[part[-1]] for part in series.parts(len(of), MAX_ROWS)]
     columns = [column for column in _COLUMNS if any(column[2] in point.values for point in points)]
     rows = [[f"{whole(point.step)}", *(cell(point) for *_, cell in columns)] for point in shown]
     headings = [("Step", ""), *((heading, unit) for heading, unit, *_ in columns)]
     note = "As metrics.jsonl has them: losses and shares since the line before."
     if len(shown) < len(points):
-        note += f" {len(shown)} of {whole(len(points))} lines, evenly spread, the last among them."
+        kind = "lines with a validation" if of is validated else "lines"
+        note += f" {len(shown)} of {whole(len(of))} {kind}, evenly spread, the last among them."
     return frame.table("steps", headings, rows, title="Logged steps", note=note)
 
 
