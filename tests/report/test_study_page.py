@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
@@ -13,8 +14,9 @@ from test_index_page import figures_of, markup, words
 
 pytest.importorskip("plotly")
 from lrmoe.report import write_report
+from lrmoe.report.study_charts import figure
 from lrmoe.report.study_page import study_of
-from lrmoe.studies.results import show
+from lrmoe.studies.results import Series, show
 
 
 def test_records_survive_the_file() -> None:
@@ -76,3 +78,15 @@ def test_a_damaged_study_is_refused_and_the_old_page_stays(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="the study is unfinished"):
         write_report(folder)
     assert (folder / "report.html").read_bytes() == before
+
+
+def test_bars_at_one_place_are_drawn_side_by_side() -> None:
+    series = [Series(name=name, x=[20.0, 50.0], y=[0.1, 0.2], low=[0.0, 0.1], high=[0.2, 0.3]) for name in "ab"]
+    one = replace(study_result().figures[0], series=series)
+    drawn = figure(one)
+    assert drawn is not None
+    assert [trace["x"] for trace in drawn["data"]] == [[19.85, 49.85], [20.15, 50.15]]
+    assert [trace["text"] for trace in drawn["data"]] == [["20", "50"]] * 2
+    alone = figure(replace(one, series=series[:1]))
+    assert alone is not None
+    assert alone["data"][0]["x"] == [20.0, 50.0]

@@ -76,6 +76,12 @@ def figure(one: Figure) -> dict[str, Any] | None:
         bars = _bars(series, shown, one.log_y)
         if bars is not None:
             trace["error_y"] = {**bars, "color": palette.translucent(colour, 0.55), "thickness": 1.4, "width": 4}
+        nudge = _nudge(one) * (position - (len(one.series) - 1) / 2)
+        if nudge:
+            # Bars of several series at one place are drawn side by side; what is told is the value itself.
+            trace["text"] = [f"{value:.5g}" if isinstance(value, (int, float)) else None for value in x]
+            trace["x"] = [value + nudge if isinstance(value, (int, float)) else value for value in x]
+            trace["hovertemplate"] = f"{escape(series.name)}<br>%{{y:.5~g}} at %{{text}}<extra></extra>"
         if offset is not None:
             # Points of one category side by side, so that their bars can be told apart.
             trace["x"], trace["text"] = offset.places(position, series), [escape(value) for value in series.x]
@@ -95,6 +101,15 @@ def left_out(one: Figure) -> int:
         for series in one.series
         for value in series.x
     )
+
+
+def _nudge(one: Figure) -> float:
+    """How far series lie apart on a linear axis whose points have bars, else 0: a hundredth of its range."""
+    barred = [series for series in one.series if series.low is not None and series.high is not None]
+    values = [v for series in barred for v in series.x if not isinstance(v, str) and math.isfinite(v)]
+    if one.log_x or len(barred) < 2 or len(values) != sum(len(series.x) for series in barred):
+        return 0.0
+    return 0.01 * ((max(values) - min(values)) or abs(values[0]))
 
 
 class _Offsets:
