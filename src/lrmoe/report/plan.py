@@ -246,7 +246,7 @@ def _time(summary: Record) -> Figure:
         ("as planned", _TIME, [one["over_fixed"] for one in options]),
         ("largest drop", _MOST, [one["at_most_drop"]["over_fixed"] for one in options]),
     ]
-    return _bars(list(map(_name, options)), series, "time over fixed ownership’s (×)", 1.0, " ×")
+    return _bars(list(map(_name, options)), series, "× fixed ownership’s", 1.0, " ×")
 
 
 def _items(summary: Record) -> str:

@@ -173,6 +173,11 @@ def _frame(one: Figure, offset: _Offsets | None) -> dict[str, Any]:
         }
     if one.log_x and offset is None:
         frame["xaxis"] |= {"type": "log", "dtick": 1} if _decades(one) > 1.5 else {"type": "log"}
+    places = {value for series in one.series for value in series.x}
+    if _nudge(one) and len(places) == 1:
+        # One place, drawn side by side: an axis of its own choice would magnify that.
+        place = float(places.pop())
+        frame["xaxis"] |= {"range": [place - 0.15 * abs(place), place + 0.15 * abs(place)]}
     if one.log_y:
         frame["yaxis"] |= {"type": "log"}
     if one.band is not None and all(math.isfinite(end) for end in one.band):
