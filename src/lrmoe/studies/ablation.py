@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lrmoe.studies.grid import Comparison, GridStudy, Rows, of, rate_figure, told
+from lrmoe.studies.grid import Comparison, GridStudy, Rows, having, of, rate_figures, told
 from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Figure
 from lrmoe.studies.study_config import REGIMES, StudyConfig
@@ -88,21 +88,15 @@ def _listed(found: Sequence[tuple[str, str]]) -> str:
 
 def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Figure]:
     """One a regime: a line a selector, a point a rate."""
-    return [
-        rate_figure(
-            comparison,
-            rows[comparison.name],
-            {
-                "pps": lambda row: row["selector"] == "pps" and row["metric"] == "lrm",
-                "random": lambda row: row["selector"] == "random",
-                "auto": lambda row: row["selector"] == "auto",
-                "topq (the paper's)": lambda row: row["selector"] == "topq" and row["metric"] == "lrm",
-                "topq, gradient norm": lambda row: row["selector"] == "topq" and row["metric"] == "grad_norm",
-                "topq, random choice": lambda row: row["selector"] == "topq" and row["metric"] == "random",
-            },
-        )
-        for comparison in compared
-    ]
+    groups = {
+        "pps": having(selector="pps", metric="lrm"),
+        "random": having(selector="random"),
+        "auto": having(selector="auto"),
+        "topq (the paper's)": having(selector="topq", metric="lrm"),
+        "topq, gradient norm": having(selector="topq", metric="grad_norm"),
+        "topq, random choice": having(selector="topq", metric="random"),
+    }
+    return rate_figures(compared, rows, groups)
 
 
 STUDY = GridStudy(

@@ -11,10 +11,10 @@ from typing import Any
 
 from lrmoe.studies.cells import Cell
 from lrmoe.studies.compare_table import make_rows
-from lrmoe.studies.regimes import UNGUARDED, Regime
+from lrmoe.studies.regimes import UNGUARDED, Regime, regime
 from lrmoe.studies.results import Column, Figure, Series, Table
 from lrmoe.studies.study_config import StudyConfig
-from lrmoe.studies.variants import Variant
+from lrmoe.studies.variants import Variant, parse_variants
 
 Row = dict[str, Any]
 Rows = list[Row]
@@ -165,6 +165,24 @@ def rate_figure(comparison: Comparison, rows: Rows, groups: Mapping[str, Callabl
         band=None if spread is None else (-spread, spread),
         band_label="seed spread of no drop",
     )
+
+
+def rate_figures(
+    compared: Sequence[Comparison], rows: Mapping[str, Rows], groups: Mapping[str, Callable[[Row], bool]]
+) -> list[Figure]:
+    """:func:`rate_figure` of each comparison."""
+    return [rate_figure(comparison, rows[comparison.name], groups) for comparison in compared]
+
+
+def having(**values: Any) -> Callable[[Row], bool]:
+    """Tells the rows with these settings."""
+    return lambda row: all(row[key] == value for key, value in values.items())
+
+
+def in_regimes(config: StudyConfig, variants: Sequence[str], default: Sequence[str] = ("scratch",)) -> list[Comparison]:
+    """The same variants, as a user writes them, in each regime that was asked for."""
+    parsed = tuple(parse_variants([f"{BASELINE}: drop=0", *variants]))
+    return [Comparison(regime=regime(name, config), variants=parsed) for name in config.regimes or default]
 
 
 def of(rows: Rows, name: str) -> Row | None:

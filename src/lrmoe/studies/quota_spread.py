@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, gap, of, rate_figure, told
-from lrmoe.studies.regimes import regime
+from lrmoe.studies.grid import Comparison, GridStudy, Rows, gap, having, in_regimes, of, rate_figures, told
 from lrmoe.studies.results import Figure
 from lrmoe.studies.study_config import StudyConfig
-from lrmoe.studies.variants import parse_variants
 
 KINDS = ("expert", "level", "pooled")
 RATES = (20, 50)
@@ -16,12 +14,9 @@ RATES = (20, 50)
 
 def comparisons(config: StudyConfig) -> list[Comparison]:
     """Each kind at each rate, sampled by pps, and the even split chosen at random."""
-    variants = ["C0: drop=0"] + [f"C{rate} {kind}: drop={rate / 100} quota={kind}" for rate in RATES for kind in KINDS]
+    variants = [f"C{rate} {kind}: drop={rate / 100} quota={kind}" for rate in RATES for kind in KINDS]
     variants += [f"C{rate} expert random: drop={rate / 100} selector=random" for rate in RATES]
-    return [
-        Comparison(regime=regime(name, config), variants=tuple(parse_variants(variants)))
-        for name in config.regimes or ("scratch",)
-    ]
+    return in_regimes(config, variants)
 
 
 def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
@@ -46,13 +41,8 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
 
 def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Figure]:
     """A line a kind, a point a rate."""
-
-    def of_kind(kind: str) -> Callable[[Row], bool]:
-        return lambda row: row["quota"] == kind and row["selector"] == "pps"
-
-    groups = {kind: of_kind(kind) for kind in KINDS}
-    groups["expert, random choice"] = lambda row: row["selector"] == "random"
-    return [rate_figure(c, rows[c.name], groups) for c in compared]
+    groups = {kind: having(quota=kind, selector="pps") for kind in KINDS}
+    return rate_figures(compared, rows, {**groups, "expert, random choice": having(selector="random")})
 
 
 STUDY = GridStudy(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, of, rate_figure, told
+from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, having, of, rate_figures, told
 from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Figure
 from lrmoe.studies.study_config import StudyConfig
@@ -82,12 +82,8 @@ def _differs(row: Row, other: Row) -> bool:
 
 def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Figure]:
     """One a recipe: three points."""
-
-    def called(name: str) -> Callable[[Row], bool]:
-        return lambda row: row["variant"] == name
-
     names = [text.partition(":")[0] for text in VARIANTS[1:]]
-    return [rate_figure(c, rows[c.name], {name: called(name) for name in names}) for c in compared]
+    return rate_figures(compared, rows, {name: having(variant=name) for name in names})
 
 
 STUDY = GridStudy(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, gap, of, rate_figure, told
-from lrmoe.studies.regimes import regime
+from lrmoe.studies.grid import Comparison, GridStudy, Rows, gap, having, in_regimes, of, rate_figures, told
 from lrmoe.studies.results import Figure
 from lrmoe.studies.study_config import StudyConfig
-from lrmoe.studies.variants import parse_variants
 
 KINDS = ("exact", "sum_rule", "kept")
 RATES = (30, 50)
@@ -16,13 +14,9 @@ RATES = (30, 50)
 
 def comparisons(config: StudyConfig) -> list[Comparison]:
     """Each kind at each rate, sampled by pps."""
-    variants = ["C0: drop=0"] + [
-        f"C{rate} {kind}: drop={rate / 100} router_grad={kind}" for rate in RATES for kind in KINDS
-    ]
-    return [
-        Comparison(regime=regime(name, config), variants=tuple(parse_variants(variants)))
-        for name in config.regimes or ("scratch",)
-    ]
+    return in_regimes(
+        config, [f"C{rate} {kind}: drop={rate / 100} router_grad={kind}" for rate in RATES for kind in KINDS]
+    )
 
 
 def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
@@ -50,12 +44,7 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
 
 def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Figure]:
     """A line a kind, a point a rate."""
-
-    def of_kind(kind: str) -> Callable[[Row], bool]:
-        return lambda row: row["router_grad"] == kind
-
-    groups = {kind: of_kind(kind) for kind in KINDS}
-    return [rate_figure(c, rows[c.name], groups) for c in compared]
+    return rate_figures(compared, rows, {kind: having(router_grad=kind) for kind in KINDS})
 
 
 STUDY = GridStudy(

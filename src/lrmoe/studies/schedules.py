@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, gap, of, rate_figure, told
+from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, gap, of, rate_figures, told
 from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Figure
 from lrmoe.studies.study_config import StudyConfig
@@ -84,7 +84,7 @@ def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Fi
         return lambda row: row["variant"].partition(" ")[2] == name
 
     names = [*SCHEDULES, "guard", "warm-up, exact router", "random, warm-up"]
-    return [rate_figure(c, rows[c.name], {name: called(name) for name in names}) for c in compared]
+    return rate_figures(compared, rows, {name: called(name) for name in names})
 
 
 STUDY = GridStudy(
