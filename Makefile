@@ -26,8 +26,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/lrmoe compare --model qwen3-moe-tiny --steps 150 --seeds 0 --jobs 3 --eval-every 50 --eval-sequences 128 \
 		--variant "C0: drop=0" \
-		--variant "C20 pps: drop=0.2 selector=pps" \
-		--variant "C20 topq: drop=0.2 selector=topq" \
+		--variant "C20 pps: drop=0.2 selector=pps guard_variance=none" \
+		--variant "C20 topq: drop=0.2 selector=topq guard_tail=none" \
 		--out runs/demo --overwrite
 
 test: $(READY)

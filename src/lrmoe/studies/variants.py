@@ -10,11 +10,12 @@ from lrmoe.config import LRMoEConfig
 
 # A variant cannot set what belongs to the whole comparison.
 FIELDS = tuple(f.name for f in fields(LRMoEConfig) if f.name not in ("seed", "total_steps"))
+# Without a guard, so that each drops what its name says.
 DEFAULT = (
     "C0: drop=0",
-    "C20 pps: drop=0.2 selector=pps",
-    "C20 topq: drop=0.2 selector=topq",
-    "C20 random: drop=0.2 selector=random",
+    "C20 pps: drop=0.2 selector=pps guard_variance=none",
+    "C20 topq: drop=0.2 selector=topq guard_tail=none",
+    "C20 random: drop=0.2 selector=random guard_variance=none",
 )
 
 
