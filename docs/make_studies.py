@@ -1,0 +1,60 @@
+"""Writes docs/results/studies.md from the records of ``lrmoe study``.
+
+Each file in docs/results/studies is a ``summary.json`` of ``lrmoe study``. The page has their tables and the sentences
+that the studies themselves drew from them, and nothing else.
+
+    python docs/make_studies.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from lrmoe.report.study_page import study_of
+from lrmoe.studies.results import StudyResult, markdown
+from lrmoe.studies.study_config import NAMES
+
+RESULTS = Path(__file__).parent / "results"
+HEAD = """# Studies
+
+Made by `python docs/make_studies.py` from the records in [studies/](studies), which `lrmoe study` wrote. Nothing is
+typed in by hand. How to read the tables, and how to run the studies on your own model: [studies.md](../studies.md).
+What follows for training: [when-to-use.md](../when-to-use.md).
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, *(_section(read(name), name) for name in NAMES if file(name).exists())])
+
+
+def file(name: str) -> Path:
+    """Where a study's records are."""
+    return RESULTS / "studies" / f"{name}.json"
+
+
+def read(name: str) -> StudyResult:
+    """A study's records."""
+    return study_of(json.loads(file(name).read_text()))
+
+
+def _section(result: StudyResult, name: str) -> str:
+    made = result.provenance
+    machine = ", ".join(f"{value}" for value in made["machine"].values())
+    versions = ", ".join(f"{package} {version}" for package, version in made["versions"].items())
+    parts = [
+        f"## {result.title}\n",
+        f"{result.question}\n",
+        f"    {made['command']}\n",
+        f"File: [{name}.json](studies/{name}.json). {versions}; {machine} cores.\n",
+    ]
+    for table in result.tables:
+        settings = ", ".join(f"{key} {value}" for key, value in table.settings.items())
+        parts.append(f"### {result.title}: {table.title}\n\n{settings}.\n\n{markdown(table)}")
+    parts.append("".join(f"- {sentence}\n" for sentence in (*result.conclusions, *result.advice)))
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    (RESULTS / "studies.md").write_text(page())
