@@ -13,17 +13,7 @@ from lrmoe.report.index_entries import Entry, Result
 from lrmoe.report.text import escape
 from lrmoe.report.verdicts import Verdict, advice, finite_differences
 
-COLOURS = (
-    palette.NEUTRAL,
-    palette.BLUE,
-    palette.ORANGE,
-    palette.GREEN,
-    palette.PINK,
-    palette.OCHRE,
-    palette.VIOLET,
-    palette.WINE,
-    palette.OLIVE,
-)
+COLOURS = (palette.NEUTRAL, *palette.SERIES)
 # As plotly names them, and as text for the key above a chart.
 SYMBOLS = (("circle", "●"), ("square", "■"), ("diamond", "◆"), ("triangle-up", "▲"), ("triangle-down", "▼"))
 

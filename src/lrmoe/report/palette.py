@@ -12,6 +12,8 @@ GRID, AXIS, BORDER, ZERO = "#e4e8ee", "#aeb6c2", "#c3cad5", "#8791a1"
 # Okabe and Ito).
 BLUE, ORANGE, GREEN, PINK = "#0067b1", "#c8500a", "#00805f", "#a23b84"
 OCHRE, WINE, VIOLET, OLIVE = "#8a6d00", "#7a2230", "#5b4bb7", "#4f772d"
+# For series that have no colour of their own, in the order in which they are taken.
+SERIES = (BLUE, ORANGE, GREEN, PINK, OCHRE, VIOLET, WINE, OLIVE)
 NEUTRAL, PALE, PALE_BLUE, LIMIT = "#3b4252", "#a9b4c4", "#b3cde0", "#b42318"
 # Light to dark, apart in lightness as well as hue; the deepest layer is the darkest.
 DEPTH = ("#e0a100", "#d1752b", "#bd4f5a", "#974584", "#6b469a", "#454a9c", "#254a86", "#0b3c5d")

@@ -11,16 +11,6 @@ from lrmoe.report.charts import layout
 from lrmoe.report.text import escape
 from lrmoe.studies.results import Figure, Series
 
-_COLOURS = (
-    palette.BLUE,
-    palette.ORANGE,
-    palette.GREEN,
-    palette.PINK,
-    palette.OCHRE,
-    palette.VIOLET,
-    palette.WINE,
-    palette.OLIVE,
-)
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "triangle-down", "cross", "star")
 _BASE = ("no drop", "drop=0", "drop 0", "dense", "fixed", "c0")
@@ -33,7 +23,7 @@ def colours(one: Figure) -> list[str]:
         if series.name.strip().lower() in _BASE:
             chosen.append(palette.NEUTRAL)
         else:
-            chosen.append(_COLOURS[cycle % len(_COLOURS)])
+            chosen.append(palette.SERIES[cycle % len(palette.SERIES)])
             cycle += 1
     return chosen
 
@@ -49,7 +39,7 @@ def key(one: Figure) -> list[tuple[str, str]]:
 def figure(one: Figure) -> dict[str, Any] | None:
     """The figure; None if no value of it can be drawn."""
     data = []
-    cycle = dict.fromkeys((*_COLOURS, palette.NEUTRAL), 0)
+    cycle = dict.fromkeys((*palette.SERIES, palette.NEUTRAL), 0)
     offset = _offsets(one)
     for position, (colour, series) in enumerate(zip(colours(one), one.series, strict=True)):
         order = cycle[colour]
