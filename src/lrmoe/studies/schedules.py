@@ -16,6 +16,7 @@ RATES = (20, 50)
 SCHEDULES: dict[str, dict[str, float]] = {
     "from the start": {},
     "warm-up": {"warmup_steps": 0.15},
+    "long warm-up": {"warmup_steps": 0.3},
     "ramp": {"ramp_steps": 0.3},
     "dense tail": {"final_dense_steps": 0.15},
     "warm-up and tail": {"warmup_steps": 0.15, "final_dense_steps": 0.15},
