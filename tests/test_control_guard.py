@@ -22,6 +22,8 @@ from lrmoe.recalibration.guard import PAUSE, WINDOW
 DIM = 8
 # What dropping costs in the even layer lies above, in the uneven one below.
 CONFIG = LRMoEConfig(drop=0.4, guard_variance=0.1, seed=2)
+# As a state has it.
+EVENT = {"step": 10, "layer": 0, "kind": "stopped", "value": 0.2, "limit": 0.1}
 
 
 class Branches(nn.Module):
@@ -248,7 +250,13 @@ def test_states_from_before_the_guard_and_of_another_limit_are_taken() -> None:
         {"pause": [50, "long"]},
         {"window": [[1.0]]},
         {"window": [[[1.0, 1.0, 1.0]] * 2] * WINDOW},
-        {"events": [{"layer": 9}]},
+        {"window": [[[1.0, 1.0, 10**400]] * 2]},
+        {"events": [{**EVENT, "layer": 9}]},
+        {"events": [{**EVENT, "layer": -1}]},
+        {"events": [{**EVENT, "kind": "paused"}]},
+        {"events": [{**EVENT, "step": "ten"}]},
+        {"events": [{**EVENT, "limit": None}]},
+        {"events": [{"layer": 0}]},
         {"events": 1},
     ],
 )

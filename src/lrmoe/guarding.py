@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lrmoe.config import LRMoEConfig, require_count
+from lrmoe.config import LRMoEConfig, require_count, require_number
 from lrmoe.recalibration.guard import PAUSE, WINDOW, LayerState, Limit, Sums, after_window, limit_of, mean_share
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from lrmoe.layer import ExpertsEngine
 
 logger = logging.getLogger("lrmoe")
+# What may happen to a layer, as events say it.
+KINDS = ("stopped", "resumed")
 # Layers named in one line of the log.
 _NAMED = 8
 
@@ -140,7 +142,7 @@ class Guard:
             return
         try:
             states, window, events = self._read(state)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"this is not a recalibrator's state: its guard cannot be read ({error!r})") from None
         self._states, self._window, self.events = states, window, events
 
@@ -152,8 +154,20 @@ class Guard:
         window = [torch.tensor(row, dtype=torch.float64, device="cpu") for row in state["window"]]
         if len(window) >= WINDOW or any(row.shape != (len(self._names), 3) for row in window):
             raise ValueError(f"a window of {len(window)} steps")
-        events = [{**event, "layer": self._names[event["layer"]]} for event in state["events"]]
+        events = [self._read_event(event) for event in state["events"]]
         return [LayerState(rest, pause) for rest, pause in zip(rests, pauses, strict=True)], window, events
+
+    def _read_event(self, event: Any) -> dict[str, Any]:
+        value = event["value"]
+        if event["kind"] not in KINDS:
+            raise ValueError(f"kind={event['kind']!r}")
+        return {
+            "step": require_count("step", event["step"]),
+            "layer": self._names[require_count("layer", event["layer"])],
+            "kind": event["kind"],
+            "value": None if value is None else require_number("value", value),
+            "limit": require_number("limit", event["limit"]),
+        }
 
 
 def _say_stopped(step: int, stopped: Sequence[tuple[str, float, int]], limit: Limit, layers: int) -> str:

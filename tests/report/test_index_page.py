@@ -192,6 +192,37 @@ def test_a_page_that_cannot_be_written_is_a_problem_of_its_run(tmp_path: Path) -
     assert "2.1167" in said, "the summary's numbers are still shown"
 
 
+@pytest.mark.parametrize(
+    ("command", "name", "changes", "said"),
+    [
+        ("train", "summary.json", {"steps": {}}, "steps done={} must be an integer"),
+        ("train", "summary.json", {"steps": "sixty"}, "steps done='sixty' must be an integer"),
+        ("compare", "config.json", {"seeds": [[], 1, 2]}, "seed of result 0=[] must be an integer"),
+        ("compare", "summary.json", {"baseline": "nobody"}, "of another version of lrmoe (StopIteration"),
+    ],
+)
+def test_values_of_another_kind_are_a_problem_of_their_folder(
+    tmp_path: Path, command: str, name: str, changes: dict[str, Any], said: str
+) -> None:
+    train_run(tmp_path / "sound")
+    broken = (train_run if command == "train" else compare_run)(tmp_path / "broken")
+    path = broken / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert said in words(page[page.index('id="problems"') :])
+    assert "2.1167" in row_of(page, "sound")
+
+
+def test_settings_of_another_kind_are_one_error_that_names_the_file(tmp_path: Path) -> None:
+    run = train_run(tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    config["train"]["recalibration"]["save"] = ["preactivation"]
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"run/config\.json, or another of the records .* is damaged"):
+        write_report(run)
+    assert not (run / "report.html").exists()
+
+
 def test_studies_and_plans_under_way_are_told(tmp_path: Path) -> None:
     study = study_folder(tmp_path / "study")
     for name in ("summary.json", "metrics.jsonl"):

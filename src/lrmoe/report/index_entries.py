@@ -153,10 +153,13 @@ def read_entry(folder: Path, root: Path) -> Entry | None:
         summary_path = folder / "summary.json"
         summary = read_object(summary_path) if summary_path.exists() else None
         _read(entry, config, summary)
+        _check(entry)
     except (ValueError, OSError) as error:
         entry.problem = _in_folder(error, folder)
-    except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
+    except (KeyError, TypeError, AttributeError, IndexError, StopIteration, ArithmeticError) as error:
         entry.problem = f"damaged or of another version of lrmoe ({type(error).__name__}: {error})"
+    if entry.problem is not None:
+        entry.results = []
     return entry
 
 
@@ -182,6 +185,15 @@ def _read(entry: Entry, config: Object, summary: Object | None) -> None:
         _read_comparison(entry, config, summary)
     else:
         _read_paper(entry, config, summary)
+
+
+def _check(entry: Entry) -> None:
+    """Raises ValueError for what was taken as it stood in the records and is of another kind."""
+    told = {"steps done": entry.done, "steps planned": entry.planned}
+    told |= {f"seed of result {i}": result.seed for i, result in enumerate(entry.results)}
+    for name, value in told.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ValueError(f"{name}={value!r} must be an integer")
 
 
 def _read_training(entry: Entry, config: Object, summary: Object | None) -> None:

@@ -19,6 +19,8 @@ from lrmoe.report.view import Page, legend
 
 # Layers that a notice names.
 MAX_NAMED = 8
+# What records raise that are JSON, but not what a command writes.
+_DAMAGE = (KeyError, TypeError, AttributeError, IndexError, StopIteration, ArithmeticError)
 
 
 def write_report(run_dir: Path) -> Path:
@@ -44,6 +46,18 @@ def write_report(run_dir: Path) -> Path:
         from lrmoe.report.index_page import write_index_page
 
         return write_index_page(run_dir, write_report)
+    try:
+        return _write(run_dir)
+    except _DAMAGE as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"{run_dir / 'config.json'}, or another of the records beside it, is damaged or of another version of "
+            f"lrmoe ({reason})"
+        ) from error
+
+
+def _write(run_dir: Path) -> Path:
+    """The page of one folder, by the command that wrote it."""
     command = read_object(run_dir / "config.json").get("command") if run_dir.is_dir() else None
     if command == "study":
         from lrmoe.report.study_page import write_study_page
