@@ -12,7 +12,7 @@ import pytest
 
 from lrmoe.studies import time_to_loss as study
 from lrmoe.studies.results import StudyResult
-from lrmoe.studies.time_to_loss import TimeToLossConfig, time_to_loss, work_left
+from lrmoe.studies.time_to_loss import TimeToLossConfig, check_cells, time_to_loss, work_left
 from lrmoe.studies.time_to_loss_curves import loss_at, steps_to, target_rows, until, verdict, without_spikes
 from lrmoe.studies.time_to_loss_run import CellPlan, learning_rate, run_cell
 from lrmoe.studies.time_to_loss_table import sentence
@@ -205,6 +205,19 @@ def test_cells_of_other_settings_are_refused(launched: list[str], tmp_path: Path
     with pytest.raises(ValueError, match=r"was made with lr=0\.002"):
         time_to_loss(replace(SMALL, lr=0.1), tmp_path)
     assert launched == []
+
+
+def test_what_is_there_is_checked_without_training(launched: list[str], tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("x" * 400, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"text='.*' has .* sequences to validate on, fewer than ranks=2"):
+        check_cells(replace(SMALL, text=str(tmp_path / "text"), seq=128), tmp_path)
+    time_to_loss(SMALL, tmp_path)
+    check_cells(SMALL, tmp_path)
+    with pytest.raises(ValueError, match=r"was made with lr=0\.002"):
+        check_cells(replace(SMALL, lr=0.1), tmp_path)
+    (tmp_path / "cells" / "skewed-seed-1.json").write_text('{"settings": []}')
+    with pytest.raises(ValueError, match=r"skewed-seed-1\.json is damaged .* delete it"):
+        check_cells(SMALL, tmp_path)
 
 
 def test_every_column_of_the_result_has_values(launched: list[str], tmp_path: Path) -> None:

@@ -84,6 +84,24 @@ def test_an_interrupted_run_goes_on_and_ends_alike(small: TrainConfig, tmp_path:
     assert steps == sorted(set(steps))
 
 
+@pytest.mark.parametrize(("name", "content"), [("summary.json", "{"), ("summary.json", "{}"), ("config.json", "{}")])
+def test_a_damaged_run_is_named_with_its_mend(small: TrainConfig, tmp_path: Path, name: str, content: str) -> None:
+    cell = Cell(config=small)
+    cell.folder(tmp_path).mkdir()
+    (cell.folder(tmp_path) / name).write_text(content)
+    read = cell.summary if name == "summary.json" else cell.versions
+    with pytest.raises(ValueError, match=rf"{name} .*; delete the folder .* and the run is done again"):
+        read(tmp_path)
+
+
+def test_what_a_kill_leaves_of_a_file_does_not_keep_a_run_from_being_done(small: TrainConfig, tmp_path: Path) -> None:
+    cell = Cell(config=small)
+    cell.folder(tmp_path).mkdir()
+    (cell.folder(tmp_path) / ".config.json.123.tmp").write_text("{")
+    run_cells([cell], tmp_path, jobs=1, progress=lambda *_: None)
+    assert cell.is_finished(tmp_path)
+
+
 def test_two_processes_do_not_work_in_one_store(small: TrainConfig, tmp_path: Path) -> None:
     with locked(tmp_path), pytest.raises(ValueError, match="another"):
         run_cells([Cell(config=small)], tmp_path, jobs=1, progress=lambda *_: None)

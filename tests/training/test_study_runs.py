@@ -186,7 +186,18 @@ def test_tables_are_written_as_they_read() -> None:
 
 @pytest.mark.parametrize(
     ("values", "named"),
-    [({"steps": 5}, "steps=5"), ({"regimes": ("moon",)}, "moon"), ({"seeds": (1, 1)}, "seeds"), ({"lr": 0}, "lr=0")],
+    [
+        ({"steps": 5}, "steps=5"),
+        ({"regimes": ("moon",)}, "moon"),
+        ({"regimes": ("scratch", "scratch")}, "regimes="),
+        ({"seeds": (1, 1)}, "seeds"),
+        ({"seeds": (0, -1)}, "seeds=-1"),
+        ({"seeds": (0, 2**32)}, "seeds=4294967296"),
+        ({"seeds": (0, 1.5)}, "seeds=1.5"),
+        ({"lr": 0}, "lr=0"),
+        ({"text": 5}, "text=5"),
+        ({"model": None}, "model=None"),
+    ],
 )
 def test_bad_settings_are_named(values: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
@@ -210,10 +221,36 @@ def test_settings_that_only_one_study_has(tmp_path: Path, capsys: pytest.Capture
         (["anatomy", "--set", "speed=2"], "--set 'speed=2' is not FIELD=VALUE"),
         (["quota", "--set", "steps"], "--set 'steps' is not FIELD=VALUE"),
         (["quota", "--jobs", "0"], "--jobs 0"),
+        (["quota", "--set", "steps=30", "--steps", "40"], "--set steps=... and --steps say the same"),
+        (["quota", "--regimes", ""], "--regimes: '' is not a list of names"),
+        (["anatomy", "--text", "nowhere"], "text='nowhere'"),
+        (["anatomy", "--set", "text=5"], "text='5' cannot be read"),
+        (["anatomy", "--seeds", "0,-1"], "seeds=-1"),
+        (["time_to_loss", "--text", "nowhere"], "text='nowhere'"),
+        (["time_to_loss", "--set", "drops=many"], "drops='many' must be a number"),
+        (["time_to_loss", "--set", "targets=none"], "targets=None must be a number"),
     ):
         assert cli.main(["study", *wrong, *out]) == 2
         assert named in capsys.readouterr().err
     assert not (tmp_path / "s").exists()
+
+
+def test_texts_and_folders_are_checked_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text"
+    text.write_text("".join(f"line {n}\n" for n in range(200)))
+    (tmp_path / "short").write_text("x")
+    for wrong, named in (
+        (["--regimes", "near_zero", "--text", str(tmp_path / "no")], "text='"),
+        (["--regimes", "fine_tune", "--fine-tune-text", str(tmp_path / "short")], "fine_tune_text='"),
+        (["--cells", str(text)], "cells='"),
+        (["--out", str(text / "x")], "out='"),
+    ):
+        arguments = ["study", "quota", "--out", str(tmp_path / "s"), "--text", str(text), "--seq", "16", *wrong]
+        assert cli.main(arguments) == 2
+        assert named in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["short", "text"]
 
 
 def test_a_whole_study_from_the_command_line(

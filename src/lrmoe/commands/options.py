@@ -30,7 +30,11 @@ def integers(text: str) -> tuple[int, ...]:
 
 def words(text: str) -> tuple[str, ...]:
     """A list of names, separated by commas."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    found = tuple(part.strip() for part in text.split(","))
+    # An empty list would mean the default without saying so.
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names with commas between them")
+    return found
 
 
 def number_or_none(text: str) -> float | None:

@@ -51,7 +51,10 @@ def run(given: dict[str, Any]) -> int:
     jobs = given.pop("jobs", 1)
     if jobs < 1:
         raise ValueError(f"--jobs {jobs} must be at least 1")
-    given |= _more(given.pop("more", []), CATALOG[name].settings)
+    more = _more(given.pop("more", []), CATALOG[name].settings)
+    for field in given.keys() & more:
+        raise ValueError(f"--set {field}=... and --{field.replace('_', '-')} say the same; give one")
+    given |= more
     console.print(CATALOG[name].question, markup=False)
     with progress_bar(name) as steps:
         result = run_named(name, given, out, store=store, jobs=jobs, watch=steps.expect)
@@ -75,6 +78,11 @@ def _more(texts: list[str], settings: Mapping[str, Any]) -> dict[str, Any]:
         name, equals, value = text.partition("=")
         if not equals or name not in settings:
             raise ValueError(f"--set {text!r} is not FIELD=VALUE with a field of {', '.join(settings)}")
+        if name in found:
+            raise ValueError(f"--set {name}=... is given twice; give one")
+        if name in ("model", "text", "fine_tune_text"):
+            found[name] = value  # A name, whatever it looks like.
+            continue
         parts = [_value(part) for part in value.split(",")]
         found[name] = tuple(parts) if isinstance(settings[name], tuple) else parts[0] if len(parts) == 1 else value
     return found

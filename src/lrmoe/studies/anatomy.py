@@ -177,6 +177,11 @@ def work_left(config: AnatomyConfig, out: Path) -> int:
     return sum(plan.work_left() for plan in _plans(config, out / "cells"))
 
 
+def runs_of(config: AnatomyConfig) -> list[Cell]:
+    """The training runs, of every seed and regime."""
+    return [regime(name, config.study).cell(UNGUARDED, seed) for seed in config.study.seeds for name in config.regimes]
+
+
 def _plans(config: AnatomyConfig, store: Path) -> list[_Plan]:
     """Seed by seed, so that an interrupted study has whole seeds to show; runs that others start from come first."""
     order = sorted((regime(name, config.study) for name in config.regimes), key=lambda one: one.pretrain is not None)

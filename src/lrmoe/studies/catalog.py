@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.studies import anatomy_tables, time_to_loss_table
-from lrmoe.studies.anatomy import AnatomyConfig, anatomy
+from lrmoe.studies.anatomy import AnatomyConfig, anatomy, runs_of
 from lrmoe.studies.anatomy import work_left as anatomy_left
 from lrmoe.studies.grid import GridStudy
 from lrmoe.studies.results import StudyResult
@@ -18,6 +18,7 @@ from lrmoe.studies.study_run import (
     Watch,
     check,
     check_folder,
+    check_runs,
     command,
     machine,
     run_study,
@@ -25,7 +26,7 @@ from lrmoe.studies.study_run import (
     write_config,
     write_result,
 )
-from lrmoe.studies.time_to_loss import TimeToLossConfig, time_to_loss
+from lrmoe.studies.time_to_loss import TimeToLossConfig, check_cells, time_to_loss
 from lrmoe.studies.time_to_loss import work_left as time_left
 from lrmoe.training.files import locked
 
@@ -70,7 +71,7 @@ def run_named(
 def _grid(study: GridStudy) -> Entry:
     def run(given: Mapping[str, Any], out: Path, store: Path, jobs: int, watch: Watch | None) -> StudyResult:
         config = StudyConfig(**given)
-        check(study, config, out)
+        check(study, config, out, store)
         return run_study(study, config, out, store=store, jobs=jobs, watch=watch)
 
     return Entry(question=study.question, settings=_settings(StudyConfig()), run=run)
@@ -81,6 +82,7 @@ def _anatomy(given: Mapping[str, Any], out: Path, store: Path, jobs: int, watch:
     study = StudyConfig(**{name: value for name, value in given.items() if name in shared})
     config = AnatomyConfig(study=study, **{name: value for name, value in given.items() if name not in shared})
     check_folder("anatomy", out)
+    check_runs(runs_of(config), study)
     return _alone(
         "anatomy",
         given,
@@ -93,6 +95,7 @@ def _anatomy(given: Mapping[str, Any], out: Path, store: Path, jobs: int, watch:
 def _time_to_loss(given: Mapping[str, Any], out: Path, store: Path, jobs: int, watch: Watch | None) -> StudyResult:
     config = TimeToLossConfig(**given)
     check_folder("time_to_loss", out)
+    check_cells(config, out)
     return _alone(
         "time_to_loss",
         given,

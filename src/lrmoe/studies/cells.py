@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.config import LRMoEConfig
+from lrmoe.studies.compare_table import MEANS
 from lrmoe.studies.jobs import Job, Progress, run_jobs
 from lrmoe.training.config import PARALLEL, TrainConfig
 from lrmoe.training.files import locked, read_json, read_records
@@ -56,16 +57,31 @@ class Cell:
         return (self.folder(store) / _FINISHED).exists()
 
     def summary(self, store: Path) -> dict[str, Any]:
-        """What ``summary.json`` of the finished run holds."""
-        return read_json(self.folder(store) / _FINISHED)
+        """What ``summary.json`` of the finished run holds.
+
+        Raises:
+            ValueError: if it is damaged; says how to mend it.
+        """
+        return self._read(store, _FINISHED, "seconds", "saved_bytes", "diverged_at", *MEANS)
 
     def records(self, store: Path) -> list[dict[str, Any]]:
         """The lines of the run."""
         return read_records(self.folder(store) / "metrics.jsonl")
 
     def versions(self, store: Path) -> Mapping[str, str]:
-        """What the run was made with."""
-        found: Mapping[str, str] = read_json(self.folder(store) / "config.json")["versions"]
+        """What the run was made with; raises as :meth:`summary`."""
+        found: Mapping[str, str] = self._read(store, "config.json", "versions")["versions"]
+        return found
+
+    def _read(self, store: Path, name: str, *needed: str) -> dict[str, Any]:
+        mend = f"delete the folder {self.folder(store)}, and the run is done again"
+        try:
+            found = read_json(self.folder(store) / name)
+        except ValueError as error:
+            raise ValueError(f"{error}; {mend}") from None
+        lacking = [key for key in needed if key not in found]
+        if lacking:
+            raise ValueError(f"{self.folder(store) / name} has no {', '.join(lacking)}; {mend}")
         return found
 
 

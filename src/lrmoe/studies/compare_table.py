@@ -10,7 +10,7 @@ from typing import Any
 from lrmoe.experts.meter import SECONDS, SHARES
 
 Row = dict[str, Any]
-_MEANS = (
+MEANS = (
     "eval_loss",
     "train_loss",
     *SHARES,
@@ -36,7 +36,7 @@ def make_rows(summaries: Mapping[str, Sequence[Mapping[str, Any]]], baseline: st
 
 def _row(name: str, runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[str, Any]]) -> Row:
     row: Row = {"variant": name, "seeds": len(runs)}
-    for key in _MEANS:
+    for key in MEANS:
         row[key] = _mean([run[key] for run in runs])
     for key in ("eval_loss", "train_loss"):
         values = [run[key] for run in runs]

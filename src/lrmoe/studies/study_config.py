@@ -47,11 +47,20 @@ class StudyConfig:
             require_count(name, getattr(self, name), least=1)
         if self.steps < 20:
             raise ValueError(f"steps={self.steps} must be at least 20: a study compares how runs end")
+        for seed in self.seeds:
+            if require_count("seeds", seed) >= 2**32:
+                raise ValueError(f"seeds={seed} must be below 2**32")
         if not self.seeds or len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds={list(self.seeds)} must be one or more different integers")
         for name in self.regimes:
             if name not in REGIMES:
                 raise ValueError(f"regimes={name!r} is not known; choose of {', '.join(REGIMES)}")
+        if len(set(self.regimes)) != len(self.regimes):
+            raise ValueError(f"regimes={list(self.regimes)} must be different; each is trained once")
+        for name in ("model", "text", "fine_tune_text"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (name == "model" or value is not None):
+                raise ValueError(f"{name}={value!r} must be a string")
         # Everything that a run refuses, it says itself.
         TrainConfig(model=self.model, text=self.text, steps=self.steps, batch=self.batch, seq=self.seq, lr=self.lr)
 

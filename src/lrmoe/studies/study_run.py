@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,15 @@ from lrmoe.studies.grid import Comparison, GridStudy, Rows, table
 from lrmoe.studies.jobs import Progress
 from lrmoe.studies.results import StudyResult, markdown
 from lrmoe.studies.study_config import StudyConfig
-from lrmoe.training.files import LOCK, locked, read_json, write_json, write_records, write_text
+from lrmoe.training.files import (
+    check_can_be_made,
+    is_passing,
+    locked,
+    read_json,
+    write_json,
+    write_records,
+    write_text,
+)
 from lrmoe.training.run import load, versions
 
 STUDIES: Mapping[str, GridStudy] = {
@@ -27,33 +36,52 @@ STUDIES: Mapping[str, GridStudy] = {
 Watch = Callable[[int], Progress]
 
 
-def check(study: GridStudy, config: StudyConfig, out: Path) -> None:
+def check(study: GridStudy, config: StudyConfig, out: Path, store: Path) -> None:
     """Checks what a user can get wrong, before anything is written or trained.
 
     Raises:
         ValueError: naming what is wrong and the mend.
     """
     check_folder(study.name, out)
-    texts = set()
-    for comparison in study.first(config):
-        for cells in comparison.cells(config.seeds[:1]).values():
-            for cell in cells:
-                key = (cell.config.text, cell.config.memorize_bytes, cell.config.seq)
-                if key not in texts:
-                    # The text and the model are the same for all that share these.
-                    load(cell.config)
-                texts.add(key)
+    check_can_be_made(store, field="cells")
+    cells = [cell for comparison in study.first(config) for cell in _cells(comparison, config)]
+    for cell in cells:
+        if cell.is_finished(store):
+            # Damage is told before hours go into the others.
+            cell.summary(store)
+            cell.versions(store)
+    check_runs(cells, config)
+
+
+def check_runs(cells: Iterable[Cell], config: StudyConfig) -> None:
+    """Raises ValueError if a run, or one that it starts from, could not load its text or its model."""
+    loaded = set()
+    for cell in cells:
+        for one in (cell.start, cell):
+            if one is None:
+                continue
+            # The text and the model are the same for all that share these.
+            key = (one.config.model, one.config.text, one.config.memorize_bytes, one.config.seq)
+            if key not in loaded:
+                try:
+                    load(one.config)
+                except ValueError as error:
+                    if config.fine_tune_text in (None, config.text) or one.config.text != config.fine_tune_text:
+                        raise
+                    raise ValueError(re.sub(r"\Atext=", "fine_tune_text=", str(error))) from None
+            loaded.add(key)
 
 
 def check_folder(name: str, out: Path) -> None:
     """Raises ValueError if ``out`` cannot take the study's results, or holds something else."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={str(out)!r} is a file; give a folder")
+    check_can_be_made(out)
     if (out / "config.json").exists():
         stored = read_json(out / "config.json")
         if stored.get("command") != "study" or stored.get("study") != name:
             raise ValueError(f"out={str(out)!r} was not written by lrmoe study {name}; give another folder")
-    elif out.is_dir() and any(entry.name not in ("cells", LOCK) for entry in out.iterdir()):
+    elif out.is_dir() and any(entry.name != "cells" and not is_passing(entry.name) for entry in out.iterdir()):
         raise ValueError(f"out={str(out)!r} holds something else than a study; give another folder")
 
 

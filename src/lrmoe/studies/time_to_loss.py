@@ -21,7 +21,7 @@ from lrmoe.config import LRMoEConfig, require_count, require_number
 from lrmoe.studies.jobs import Progress
 from lrmoe.studies.results import StudyResult
 from lrmoe.studies.time_to_loss_curves import Setting
-from lrmoe.studies.time_to_loss_run import CellPlan, Contender, Sizes, work
+from lrmoe.studies.time_to_loss_run import CellPlan, Contender, Sizes, read_text, work
 from lrmoe.studies.time_to_loss_table import make_result
 from lrmoe.training.config import described
 from lrmoe.training.files import locked, read_json, write_json
@@ -99,6 +99,9 @@ class TimeToLossConfig:
             raise ValueError(f"ranks={self.ranks} must be at most num_experts={self.num_experts}")
 
     def _check_lists(self) -> None:
+        for name in ("drops", "targets"):
+            for value in getattr(self, name):
+                require_number(name, value)
         if not self.drops or len(set(self.drops)) != len(self.drops) or not all(0 < drop < 1 for drop in self.drops):
             raise ValueError(f"drops={list(self.drops)} must be one or more different shares between 0 and 1")
         if self.recommended not in self.drops:
@@ -202,6 +205,18 @@ def work_left(config: TimeToLossConfig, out: Path) -> int:
     )
 
 
+def check_cells(config: TimeToLossConfig, out: Path) -> None:
+    """Checks the text, and that the cells that ``out`` has are of these settings; writes nothing.
+
+    Raises:
+        ValueError: naming what is wrong and the mend.
+    """
+    for setting in config.settings():
+        read_text(config.sizes, setting.ranks)
+        for seed in setting.seeds:
+            _finished(out, setting, seed, _settings(_plan(config, setting, seed)))
+
+
 def time_to_loss(
     config: TimeToLossConfig, out: Path, *, progress: Progress = lambda *_: None, command: str = ""
 ) -> StudyResult:
@@ -268,7 +283,9 @@ def _finished(out: Path, setting: Setting, seed: int, settings: Mapping[str, Any
     if not path.exists():
         return None
     cell = read_json(path)
-    stored = cell.get("settings", {})
+    stored = cell.get("settings")
+    if not isinstance(stored, dict) or not isinstance(cell.get("contenders"), list):
+        raise ValueError(f"{path} is damaged or of another version of lrmoe; delete it, and it is made again")
     wrong = [name for name, value in {"ranks": setting.ranks, **settings}.items() if stored.get(name) != value]
     if wrong:
         raise ValueError(

@@ -28,7 +28,7 @@ from lrmoe.parallel.clock import PhaseClock
 from lrmoe.studies.time_to_loss_model import LanguageModel, parameter_groups
 from lrmoe.training.files import write_json
 from lrmoe.training.run import versions
-from lrmoe.training.text import TrainingOrder, ValidationSet, read_documents, tokenize
+from lrmoe.training.text import TokenText, TrainingOrder, ValidationSet, read_documents, tokenize
 from lrmoe.training.tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer
 from lrmoe.training.world import World
 
@@ -241,9 +241,9 @@ def run_cell(world: World, plan: CellPlan, path: Path, tell: Callable[[int], Non
 
 def _train(world: World, plan: CellPlan, tell: Callable[[int], None]) -> list[Contestant]:
     sizes = plan.sizes
-    text = tokenize(read_documents(sizes.text), byte_tokenizer(), seq=sizes.seq)
+    text, sequences = read_text(sizes, world.size)
     order = TrainingOrder(text.train_N, seq=sizes.seq, length=sizes.steps * sizes.batch, seed=plan.seed)
-    validation = _batches(world, ValidationSet(text.validation_N, seq=sizes.seq, sequences=sizes.eval_sequences), sizes)
+    validation = _batches(world, sequences, sizes)
     contestants = [Contestant(contender, plan, world) for contender in plan.contenders]
     mine = sizes.batch // world.size
     for step in range(sizes.steps):
@@ -259,11 +259,25 @@ def _train(world: World, plan: CellPlan, tell: Callable[[int], None]) -> list[Co
     return contestants
 
 
+def read_text(sizes: Sizes, ranks: int) -> tuple[TokenText, ValidationSet]:
+    """What so many ranks train and validate on.
+
+    Raises:
+        ValueError: naming ``text``, if it cannot be read or is too short.
+    """
+    text = tokenize(read_documents(sizes.text), byte_tokenizer(), seq=sizes.seq)
+    sequences = ValidationSet(text.validation_N, seq=sizes.seq, sequences=sizes.eval_sequences)
+    if len(sequences) < ranks:
+        raise ValueError(
+            f"text={sizes.text!r} has {len(sequences)} sequences to validate on, fewer than ranks={ranks}; give more "
+            "text or lower seq"
+        )
+    return text, sequences
+
+
 def _batches(world: World, sequences: ValidationSet, sizes: Sizes) -> list[Tensor]:
     """This rank's part: as many sequences on every rank, since the experts of each wait for the tokens of all."""
     share, mine = len(sequences) // world.size, sizes.batch // world.size
-    if not share:
-        raise ValueError(f"the text has {len(sequences)} sequences to validate on, fewer than ranks; give more text")
     ids = [sequences[place]["input_ids"] for place in range(world.rank * share, (world.rank + 1) * share)]
     return [torch.stack(ids[place : place + mine]) for place in range(0, share, mine)]
 

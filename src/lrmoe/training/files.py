@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -111,8 +112,8 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
         raise ValueError("--resume and --overwrite exclude each other; give one")
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={str(out)!r} is a file; give a folder")
-    _check_can_be_made(out)
-    entries = [entry.name for entry in out.iterdir() if entry.name != LOCK] if out.is_dir() else []
+    check_can_be_made(out)
+    entries = [entry.name for entry in out.iterdir() if not is_passing(entry.name)] if out.is_dir() else []
     if resume:
         if "config.json" not in entries:
             raise ValueError(f"out={str(out)!r} holds no run to resume (no config.json); leave out --resume")
@@ -132,14 +133,24 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
         raise ValueError(f"out={str(out)!r} holds no run (no config.json), so --overwrite will not delete it")
 
 
-def _check_can_be_made(out: Path) -> None:
+def is_passing(name: str) -> bool:
+    """Whether an entry of a folder is a lock, or what a kill left of a file that was being written."""
+    return name == LOCK or re.fullmatch(r"\..+\.\d+\.tmp", name) is not None
+
+
+def check_can_be_made(out: Path, *, field: str = "out") -> None:
+    """Checks that ``out`` is a folder that can be written to, or can become one.
+
+    Raises:
+        ValueError: naming ``field`` and what is in the way.
+    """
     if out.is_symlink() and not out.exists():
-        raise ValueError(f"out={str(out)!r} is a link to nothing; give a folder")
+        raise ValueError(f"{field}={str(out)!r} is a link to nothing; give a folder")
     there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not there.is_dir():
-        raise ValueError(f"out={str(out)!r} cannot be made: {str(there)!r} is a file")
+        raise ValueError(f"{field}={str(out)!r} cannot be made: {str(there)!r} is a file")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise ValueError(f"out={str(out)!r} cannot be written: no permission in {str(there)!r}")
+        raise ValueError(f"{field}={str(out)!r} cannot be written: no permission in {str(there)!r}")
 
 
 def check_free(out: Path, *, overwrite: bool, command: str = "balance") -> None:
