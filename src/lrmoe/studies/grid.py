@@ -11,7 +11,7 @@ from typing import Any
 
 from lrmoe.studies.cells import Cell
 from lrmoe.studies.compare_table import make_rows
-from lrmoe.studies.regimes import UNGUARDED, Regime, regime
+from lrmoe.studies.regimes import Regime, regime
 from lrmoe.studies.results import Column, Figure, Series, Table
 from lrmoe.studies.study_config import StudyConfig
 from lrmoe.studies.variants import Variant, parse_variants
@@ -45,7 +45,7 @@ class Comparison:
     def cells(self, seeds: Sequence[int]) -> dict[str, list[Cell]]:
         """The runs of each variant, a seed each."""
         return {
-            v.name: [self.regime.cell(v.config(UNGUARDED), seed, **self.changes) for seed in seeds]
+            v.name: [self.regime.cell(v.config(self.regime.recalibration), seed, **self.changes) for seed in seeds]
             for v in self.variants
         }
 
@@ -53,7 +53,7 @@ class Comparison:
         """One row a variant, of finished runs: see :func:`add_verdict`."""
         summaries = {name: [cell.summary(store) for cell in cells] for name, cells in self.cells(seeds).items()}
         rows = make_rows(summaries, BASELINE)
-        settings = {v.name: v.config(UNGUARDED) for v in self.variants}
+        settings = {v.name: v.config(self.regime.recalibration) for v in self.variants}
         for row in rows:
             config = settings[row["variant"]]
             row |= {key: getattr(config, key) for key in ("drop", "selector", "metric", "quota", "router_grad")}

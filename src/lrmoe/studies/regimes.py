@@ -27,6 +27,7 @@ class Regime:
         train: the runs that are compared, but for their seed and recalibration.
         pretrain: what all of them go on from, without a drop; None for the model's own initial weights.
         loss: which of a run's losses counts: validation, or the training loss of a run that memorises.
+        recalibration: what the variants change: no guard, and from scratch a warm-up.
         settings: what a reader has to know, for the table.
     """
 
@@ -35,10 +36,14 @@ class Regime:
     train: TrainConfig
     pretrain: TrainConfig | None
     loss: Loss
+    recalibration: LRMoEConfig
     settings: Mapping[str, Any]
 
     def cell(self, recalibration: LRMoEConfig, seed: int, **changes: Any) -> Cell:
         """One run of the regime; ``changes`` replace fields of ``train``."""
+        if recalibration.drop == 0:
+            # A schedule of nothing: however it is written, it is the same run.
+            recalibration = UNGUARDED
         config = replace(self.train, **changes, seed=seed, recalibration=recalibration)
         start = None if self.pretrain is None else Cell(config=replace(self.pretrain, seed=seed))
         return Cell(config=config, start=start)
@@ -66,7 +71,13 @@ def regime(name: str, config: StudyConfig) -> Regime:
             train=scratch,
             pretrain=None,
             loss="eval_loss",
-            settings={**common, "steps": steps, "tokens a sequence": config.seq},
+            recalibration=replace(UNGUARDED, warmup_steps=round(config.warmup * steps)),
+            settings={
+                **common,
+                "steps": steps,
+                "tokens a sequence": config.seq,
+                "steps of warm-up without a drop": round(config.warmup * steps),
+            },
         )
     half = steps // 2
     later = replace(scratch, steps=half, eval_every=max(1, half // 6), save_every=half)
@@ -78,6 +89,7 @@ def regime(name: str, config: StudyConfig) -> Regime:
             train=replace(later, seq=seq, memorize_bytes=config.memorize_bytes),
             pretrain=scratch,
             loss="train_loss",
+            recalibration=UNGUARDED,
             settings={
                 **common,
                 "steps before, without a drop": steps,
@@ -93,6 +105,7 @@ def regime(name: str, config: StudyConfig) -> Regime:
         train=replace(later, text=text, lr=config.lr / 2),
         pretrain=scratch,
         loss="eval_loss",
+        recalibration=UNGUARDED,
         settings={
             **common,
             "steps before, without a drop": steps,

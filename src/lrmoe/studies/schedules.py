@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from lrmoe.config import LRMoEConfig
 from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, gap, of, rate_figures, told
@@ -27,7 +28,7 @@ def comparisons(config: StudyConfig) -> list[Comparison]:
     """Each schedule at each rate, sampled by pps; the warm-up also for a random choice."""
     found = []
     for name in config.regimes or ("scratch",):
-        place = regime(name, config)
+        place = regime(name, replace(config, warmup=0.0))
         steps = place.train.steps
         variants = ["C0: drop=0"]
         for rate in RATES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lrmoe.config import require_count
+from lrmoe.config import require_count, require_number
 from lrmoe.training.config import TrainConfig, described
 
 REGIMES = ("scratch", "near_zero", "fine_tune")
@@ -38,6 +38,9 @@ class StudyConfig:
     batch: int = described(8, "sequences a step")
     seq: int = described(128, "tokens per sequence")
     lr: float = described(2e-3, "peak learning rate from scratch; half of it for the fine-tuning")
+    warmup: float = described(
+        0.15, "share of the steps from scratch in which nothing is dropped yet; the study of schedules has its own"
+    )
     memorize_bytes: int = described(2048, "bytes that the regime near zero loss repeats")
     seeds: tuple[int, ...] = field(default=(0, 1, 2))
     regimes: tuple[str, ...] = field(default=())
@@ -45,6 +48,8 @@ class StudyConfig:
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "seq", "memorize_bytes"):
             require_count(name, getattr(self, name), least=1)
+        if not 0 <= require_number("warmup", self.warmup) < 1:
+            raise ValueError(f"warmup={self.warmup!r} must be in [0, 1), a share of the steps")
         if self.steps < 20:
             raise ValueError(f"steps={self.steps} must be at least 20: a study compares how runs end")
         for seed in self.seeds:
