@@ -223,6 +223,37 @@ def test_settings_of_another_kind_are_one_error_that_names_the_file(tmp_path: Pa
     assert not (run / "report.html").exists()
 
 
+def test_what_may_not_be_read_is_told_and_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("locked", "noread", "sound"):
+        train_run(tmp_path / name)
+    real_stat, real_open, real_list = os.stat, open, Path.iterdir
+
+    def refuse(path: Any, part: str) -> None:
+        if part in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+
+    def stat(path: Any, **options: Any) -> Any:
+        refuse(path, "locked/")
+        return real_stat(path, **options)
+
+    def listed(self: Path) -> Any:
+        refuse(self, "locked")
+        return real_list(self)
+
+    def opened(path: Any, *rest: Any, **options: Any) -> Any:
+        refuse(path, "noread/metrics.jsonl")
+        return real_open(path, *rest, **options)
+
+    monkeypatch.setattr("os.stat", stat)
+    monkeypatch.setattr(Path, "iterdir", listed)
+    monkeypatch.setattr("builtins.open", opened)
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    problems = words(page[page.index('id="problems"') :])
+    assert "locked cannot be opened: Permission denied" in problems
+    assert "noread metrics.jsonl cannot be read: Permission denied" in problems
+    assert "2.1167" in row_of(page, "sound")
+
+
 def test_studies_and_plans_under_way_are_told(tmp_path: Path) -> None:
     study = study_folder(tmp_path / "study")
     for name in ("summary.json", "metrics.jsonl"):

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -96,7 +97,8 @@ class Entry:
 
 def is_run_folder(folder: Path) -> bool:
     """Whether a run's records, or what is left of them, are in the folder."""
-    return any((folder / name).is_file() for name in _RECORDS)
+    # Unlike Path.is_file, also for a folder that may not be entered.
+    return any(os.path.isfile(folder / name) for name in _RECORDS)
 
 
 def read_entries(root: Path) -> tuple[list[Entry], bool]:
@@ -174,7 +176,11 @@ def _name(folder: Path, root: Path) -> str:
 
 def _changed(folder: Path) -> float:
     """When the records were last written, seconds since 1970."""
-    times = [path.stat().st_mtime for name in _RECORDS if (path := folder / name).is_file()]
+    times = []
+    for name in _RECORDS:
+        # A run that is going on replaces its files.
+        with suppress(OSError):
+            times.append((folder / name).stat().st_mtime)
     return max(times, default=0.0)
 
 

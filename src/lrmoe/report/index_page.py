@@ -54,7 +54,10 @@ def _write_missing(entry: Entry, write_run: Callable[[Path], Path]) -> None:
     except ValueError as error:
         entry.page_problem = str(error).replace(f"{entry.path}{os.sep}", "")
     except OSError as error:
-        entry.page_problem = f"report.html cannot be written: {error.strerror}"
+        # A page is written under another name first.
+        read = Path(str(error.filename)).name if error.filename else ""
+        what = f"{read} cannot be read" if (entry.path / read).is_file() else "report.html cannot be written"
+        entry.page_problem = f"{what}: {error.strerror}"
 
 
 def _frame(folder: Path, entries: list[Entry], deeper: bool) -> Frame:
