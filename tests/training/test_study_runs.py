@@ -96,6 +96,19 @@ def test_regimes_go_on_from_the_same_exact_run() -> None:
     assert zero.train.memorize_bytes == config.memorize_bytes
 
 
+def test_from_scratch_there_is_a_warm_up_unless_the_study_is_about_it() -> None:
+    config = StudyConfig(steps=100, warmup=0.2)
+    place = regime("scratch", config)
+    for name, steps in (("router_gradient", {20}), ("schedule", {0, 15, 30})):
+        (comparison,) = STUDIES[name].first(config)
+        cells = [cell for (cell,) in comparison.cells((0,)).values()]
+        assert {c.config.recalibration.warmup_steps for c in cells if c.config.recalibration.drop} == steps
+        # Without a drop it is one run for all, whatever the schedule says.
+        assert cells[0].key == place.cell(place.train.recalibration, 0).key
+    (tuned,) = STUDIES["ablation"].first(StudyConfig(regimes=("fine_tune",)))
+    assert tuned.cells((0,))["C20 pps"][0].config.recalibration.warmup_steps == 0
+
+
 def test_budget_is_held_against_the_rate_it_came_to() -> None:
     config = StudyConfig()
     rows = made_up({f"tau {tau:g}": [0.01, 0.02] for tau in error_budget.TAUS}, [2.0, 2.05])
@@ -195,6 +208,7 @@ def test_tables_are_written_as_they_read() -> None:
         ({"seeds": (0, 2**32)}, "seeds=4294967296"),
         ({"seeds": (0, 1.5)}, "seeds=1.5"),
         ({"lr": 0}, "lr=0"),
+        ({"warmup": 1}, "warmup=1"),
         ({"text": 5}, "text=5"),
         ({"model": None}, "model=None"),
     ],
