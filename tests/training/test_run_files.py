@@ -9,8 +9,14 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from lrmoe.training.files import check_out_folder, read_json, read_records
+from lrmoe.training.files import check_out_folder, read_json, read_records, write_text
 from lrmoe.training.world import torchrun_size
+
+
+def test_a_name_that_the_system_does_not_decode_is_written(tmp_path: Path) -> None:
+    # As a variant's name, a text or a folder may come from the command line; a table is written when all is trained.
+    write_text(tmp_path / "table.md", "caf\udce9 é\n")
+    assert (tmp_path / "table.md").read_text(encoding="utf-8") == "caf\\udce9 é\n"
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

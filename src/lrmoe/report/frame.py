@@ -95,8 +95,7 @@ def document(frame: Frame) -> str:
 def write_page(path: Path, frame: Frame) -> Path:
     """Writes :func:`document` in one move: whoever has the page open never sees half of it, and a failure leaves the
     old one."""
-    # Names that the system does not decode come as lone surrogates, which no UTF-8 file can hold.
-    write_text(path, document(frame).encode("utf-8", "backslashreplace").decode("utf-8"))
+    write_text(path, document(frame))
     return path
 
 

@@ -32,7 +32,8 @@ def write_text(path: Path, text: str) -> None:
     """Replaces ``path`` by ``text`` in one move: a reader sees the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w", encoding="utf-8", newline="\n") as file:
+        # Names that the system does not decode come as lone surrogates, which no UTF-8 file can hold.
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
