@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from lrmoe.training.files import check_out_folder, read_json, read_records, write_text
+from lrmoe.training.files import LOCK, check_out_folder, locked, read_json, read_records, write_text
 from lrmoe.training.world import torchrun_size
 
 
@@ -17,6 +17,25 @@ def test_a_name_that_the_system_does_not_decode_is_written(tmp_path: Path) -> No
     # As a variant's name, a text or a folder may come from the command line; a table is written when all is trained.
     write_text(tmp_path / "table.md", "caf\udce9 é\n")
     assert (tmp_path / "table.md").read_text(encoding="utf-8") == "caf\\udce9 é\n"
+
+
+def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    real, calls = fcntl.flock, []
+
+    def flock(*arguments: object) -> None:
+        if not calls:
+            (tmp_path / LOCK).unlink()
+        calls.append(arguments)
+        real(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path), pytest.raises(ValueError, match="in use by another"), locked(tmp_path):
+        pass
+    assert len(calls) == 3
+    assert not (tmp_path / LOCK).exists()
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -208,12 +208,20 @@ def locked(out: Path) -> Iterator[None]:
     except ImportError:  # Windows has no advisory locks of this kind.
         yield
         return
-    with open(out / LOCK, "a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"out={str(out)!r} is in use by another lrmoe process; wait for it or end it") from None
-        try:
-            yield
-        finally:
-            (out / LOCK).unlink(missing_ok=True)
+    held = False
+    while not held:
+        with open(out / LOCK, "a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise ValueError(
+                    f"out={str(out)!r} is in use by another lrmoe process; wait for it or end it"
+                ) from None
+            # Who held it before may have removed the file since it was opened: then this lock keeps nobody out.
+            with suppress(FileNotFoundError):
+                held = os.path.samestat(os.fstat(file.fileno()), os.stat(out / LOCK))
+            if held:
+                try:
+                    yield
+                finally:
+                    (out / LOCK).unlink(missing_ok=True)
