@@ -112,7 +112,8 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         metavar='"NAME: FIELD=VALUE ..."',
         help='a variant to train, e.g. "C20 pps: drop=0.2 selector=pps"; repeat for more; options of the same names '
-        "apply to all variants that do not set them; default: no drop, and 20 %% by pps, topq and random, without a guard",
+        "apply to all variants that do not set them; default: no drop, and 20 %% by pps, topq and random, without a "
+        "guard",
     )
     compare.add_argument("--seeds", type=integers, metavar="N,N,...", help="seeds to train each variant with (0,1,2)")
     compare.add_argument("--start-from", metavar="FOLDER", help="checkpoint or run folder that all variants start from")
