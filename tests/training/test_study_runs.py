@@ -38,6 +38,7 @@ def made_up(differences: Mapping[str, list[float]], base: list[float]) -> Rows:
                 "selector": "topq" if "topq" in name else "random" if "random" in name else "pps",
                 "metric": "lrm",
                 "error_budget": None,
+                "guard_variance": None,
                 "drop": 0.0 if name == BASELINE else 0.2,
             }
         )

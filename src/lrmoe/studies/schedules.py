@@ -62,7 +62,8 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
             )
             said.append(f"At {rate} % ({name.replace('_', ' ')}): {each}.")
             plain = of(table, f"C{rate} from the start")
-            sampled = [row for row in found if row["selector"] == "pps"]
+            # What the guard holds back is no schedule of this rate.
+            sampled = [row for row in found if row["selector"] == "pps" and row["guard_variance"] is None]
             if plain is None or not sampled:
                 continue
             best = min(sampled, key=lambda row: row["difference"])
