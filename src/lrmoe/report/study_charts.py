@@ -94,12 +94,14 @@ def left_out(one: Figure) -> int:
 
 
 def _nudge(one: Figure) -> float:
-    """How far series lie apart on a linear axis whose points have bars, else 0: a hundredth of its range."""
+    """How far series lie apart on a linear axis whose points have bars, else 0: a hundredth of its range, and all
+    together no more than three, since a place on such an axis is a number."""
     barred = [series for series in one.series if series.low is not None and series.high is not None]
     values = [v for series in barred for v in series.x if not isinstance(v, str) and math.isfinite(v)]
     if one.log_x or len(barred) < 2 or len(values) != sum(len(series.x) for series in barred):
         return 0.0
-    return 0.01 * ((max(values) - min(values)) or abs(values[0]))
+    apart = min(0.01, 0.03 / (len(one.series) - 1))
+    return apart * ((max(values) - min(values)) or abs(values[0]))
 
 
 class _Offsets:
