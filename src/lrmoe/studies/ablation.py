@@ -33,7 +33,7 @@ _FROM_SCRATCH = (
 
 def comparisons(config: StudyConfig) -> list[Comparison]:
     """One a regime."""
-    chosen = config.regimes or REGIMES
+    chosen = config.regimes or tuple(REGIMES)
     return [
         Comparison(
             regime=regime(name, config),
@@ -48,9 +48,8 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
     said: list[str] = []
     safe: list[tuple[str, str]] = []
     unsafe: list[tuple[str, str]] = []
-    words = {"scratch": "from scratch", "near_zero": "near zero loss", "fine_tune": "at a fine-tuning's loss"}
     for name, table in rows.items():
-        where = words[name]
+        where = REGIMES[name]
         base = table[0]
         spread = base["spread"]
         around = "" if spread is None else f", where the seeds of no drop lie {spread:.4f} apart"

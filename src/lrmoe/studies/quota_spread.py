@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from lrmoe.studies.grid import Comparison, GridStudy, Rows, gap, having, in_regimes, of, rate_figures, told
 from lrmoe.studies.results import Figure
-from lrmoe.studies.study_config import StudyConfig
+from lrmoe.studies.study_config import REGIMES, StudyConfig
 
 KINDS = ("expert", "level", "pooled")
 RATES = (20, 50)
@@ -26,7 +26,7 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
         for rate in RATES:
             found = {kind: row for kind in KINDS if (row := of(table, f"C{rate} {kind}"))}
             each = ", ".join(f"{kind} {told(row)} (V*/ΣR {row['variance_share']:.4f})" for kind, row in found.items())
-            said.append(f"At {rate} % ({name.replace('_', ' ')}): {each}.")
+            said.append(f"At {rate} % {REGIMES[name]}: {each}.")
             for kind in KINDS[1:]:
                 beyond = gap(found.get(kind), found.get("expert"))
                 if beyond is not None and beyond.sign:

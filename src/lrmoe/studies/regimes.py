@@ -65,18 +65,19 @@ def regime(name: str, config: StudyConfig) -> Regime:
     )
     common = {"model": config.model, "sequences a step": config.batch, "seeds": len(config.seeds)}
     if name == "scratch":
+        warm = round(config.warmup * steps)
         return Regime(
             name=name,
             title="From scratch",
             train=scratch,
             pretrain=None,
             loss="eval_loss",
-            recalibration=replace(UNGUARDED, warmup_steps=round(config.warmup * steps)),
+            recalibration=replace(UNGUARDED, warmup_steps=warm),
             settings={
                 **common,
                 "steps": steps,
                 "tokens a sequence": config.seq,
-                "steps of warm-up without a drop": round(config.warmup * steps),
+                **({"steps of warm-up without a drop": warm} if warm else {}),
             },
         )
     half = steps // 2

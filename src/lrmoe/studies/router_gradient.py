@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from lrmoe.studies.grid import Comparison, GridStudy, Rows, gap, having, in_regimes, of, rate_figures, told
 from lrmoe.studies.results import Figure
-from lrmoe.studies.study_config import StudyConfig
+from lrmoe.studies.study_config import REGIMES, StudyConfig
 
 KINDS = ("exact", "sum_rule", "kept")
 RATES = (30, 50)
@@ -26,7 +26,7 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
         for rate in RATES:
             found = {kind: of(table, f"C{rate} {kind}") for kind in KINDS}
             each = ", ".join(f"{kind} {told(row)}" for kind, row in found.items() if row)
-            said.append(f"At {rate} % ({name.replace('_', ' ')}): {each}.")
+            said.append(f"At {rate} % {REGIMES[name]}: {each}.")
             behind = gap(found["sum_rule"], found["exact"])
             if behind is None:
                 continue

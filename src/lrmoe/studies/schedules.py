@@ -9,7 +9,7 @@ from lrmoe.config import LRMoEConfig
 from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, gap, of, rate_figures, told
 from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Figure
-from lrmoe.studies.study_config import StudyConfig
+from lrmoe.studies.study_config import REGIMES, StudyConfig
 from lrmoe.studies.variants import parse_variants
 
 RATES = (20, 50)
@@ -60,7 +60,7 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
                 f"{row['variant'].partition(' ')[2]} {told(row)} ({100 * (1 - row['kept_share']):.0f} % dropped)"
                 for row in found
             )
-            said.append(f"At {rate} % ({name.replace('_', ' ')}): {each}.")
+            said.append(f"At {rate} % {REGIMES[name]}: {each}.")
             plain = of(table, f"C{rate} from the start")
             # What the guard holds back is no schedule of this rate.
             sampled = [row for row in found if row["selector"] == "pps" and row["guard_variance"] is None]

@@ -8,7 +8,8 @@ from typing import Any
 from lrmoe.config import require_count, require_number
 from lrmoe.training.config import TrainConfig, described
 
-REGIMES = ("scratch", "near_zero", "fine_tune")
+# By name, as a sentence has them.
+REGIMES = {"scratch": "from scratch", "near_zero": "near zero loss", "fine_tune": "at a fine-tuning's loss"}
 NAMES = (
     "ablation",
     "router_gradient",
