@@ -180,6 +180,9 @@ def test_two_variants_are_told_apart_by_their_paired_seeds() -> None:
     assert beyond is not None
     assert beyond.sign == 1
     assert str(beyond) == "+0.0100 ± 0.0000"
+    three = made_up({"a": [0.0, 0.0, 0.0], "b": [0.1, 0.2, 0.3], "c": [0.1, 0.2, 0.15]}, [2.0, 2.1, 2.2])
+    # Three seeds ask for 4.3 standard errors: 3.5 are not enough, 5.2 are.
+    assert [found.sign for row in three[2:] if (found := gap(row, three[1]))] == [0, 1]
     unclear = gap(rows[3], rows[1])
     assert unclear is not None
     assert unclear.sign == 0

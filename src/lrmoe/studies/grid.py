@@ -19,6 +19,8 @@ from lrmoe.studies.variants import Variant, parse_variants
 Row = dict[str, Any]
 Rows = list[Row]
 BASELINE = "C0"
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; from 9 on that of 9, which is stricter.
+_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -197,15 +199,18 @@ class Gap:
     Attributes:
         mean: of the seeds' paired differences.
         error: its standard error; None for one seed.
+        seeds: how many.
     """
 
     mean: float
     error: float | None
+    seeds: int
 
     @property
     def sign(self) -> int:
-        """1 or -1 where the gap is larger than twice its standard error, else 0, also for one seed."""
-        if self.error is None or abs(self.mean) <= 2 * self.error:
+        """1 or -1 where a t-test of the paired differences tells the gap from nothing at 95 %, else 0, also for one
+        seed."""
+        if self.error is None or abs(self.mean) <= _STUDENT[min(self.seeds - 1, len(_STUDENT)) - 1] * self.error:
             return 0
         return 1 if self.mean > 0 else -1
 
@@ -221,7 +226,7 @@ def gap(row: Row | None, other: Row | None) -> Gap | None:
     if not all(map(math.isfinite, pairs)):
         return None
     error = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else None
-    return Gap(mean=sum(pairs) / len(pairs), error=error)
+    return Gap(mean=sum(pairs) / len(pairs), error=error, seeds=len(pairs))
 
 
 def told(row: Row) -> str:

@@ -33,9 +33,7 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
                     what = "costs more than" if beyond.sign > 0 else "loses less than"
                     advice.append(f'At {rate} % quota="{kind}" {what} "expert": {beyond}.')
     if not advice:
-        advice.append(
-            'Leave quota="expert", the default: no other split differs from it by more than twice the standard error.'
-        )
+        advice.append('Leave quota="expert", the default: no other split is told from it.')
     return said, advice
 
 
