@@ -161,18 +161,22 @@ class _Data:
     def _known(self, variant: str, rate: float) -> bool:
         return any(one["variant"] == variant and one["rate"] == rate for one in self._settings)
 
+    def _by_variant(self) -> list[Row]:
+        """A row for each place and each variant that was measured at the first rate."""
+        return [
+            {**place, "variant": variant, **over_seeds(cells, variant=variant, rate=self._rate)}
+            for place, cells in self._at()
+            for variant in self._variants
+            if self._known(variant, self._rate)
+        ]
+
     def pairs(self) -> Table:
-        rows = []
-        for place, cells in self._at():
-            for variant in self._variants:
-                if self._known(variant, self._rate):
-                    rows.append({**place, "variant": variant, **over_seeds(cells, variant=variant, rate=self._rate)})
         return Table(
             name="pairs",
             title=f"What is dropped at {self._rate:.0%}, layer by layer: importance, coherence, variance",
             settings=self._shared(),
             columns=(*_PLACE, _VARIANT, *_PAIRS),
-            rows=rows,
+            rows=self._by_variant(),
             note="Down projections, each layer dropping alone, so that the gradient arriving at it is exact; all "
             "layers together, means over batches and seeds. For a variant that keeps pairs with weight 1 the last "
             "column is the product of dropped ΣR, coherence and ΣR/‖S‖². V* depends on the quotas alone, so all "
@@ -181,18 +185,13 @@ class _Data:
         )
 
     def errors(self) -> Table:
-        rows = []
-        for place, cells in self._at():
-            for variant in self._variants:
-                if self._known(variant, self._rate):
-                    rows.append({**place, "variant": variant, **over_seeds(cells, variant=variant, rate=self._rate)})
         return Table(
             name="errors",
             title=f"Error of the experts' gradients at {self._rate:.0%}: of one batch, and of the mean of "
             f"{self._batches}",
             settings=self._shared(),
             columns=(*_PLACE, _VARIANT, *_error_columns(self._batches)),
-            rows=rows,
+            rows=self._by_variant(),
             note="All layers drop at once, as in training; all weights of the experts together. Squared errors, "
             "relative to the squared exact gradient. What differs from batch to batch falls to "
             f"1/{self._batches} in the mean; what is the same in every batch stays, and is told as a share of the "
