@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lrmoe import cli
-from lrmoe.studies import error_budget, recipes, router_gradient, schedules
+from lrmoe.studies import ablation, error_budget, recipes, router_gradient, scale, schedules
 from lrmoe.studies.catalog import CATALOG
 from lrmoe.studies.grid import BASELINE, Rows, add_verdict, gap, rate_figure, verdict
 from lrmoe.studies.regimes import regime
@@ -80,7 +80,7 @@ def test_every_study_compares_with_no_drop_and_a_random_choice() -> None:
                 recalibration = cell.config.recalibration
                 assert (recalibration.guard_variance is None) != name.endswith("guard")
                 assert recalibration.guard_tail is None
-    for name in ("ablation", "quota", "schedule", "recipes"):
+    for name in ("ablation", "quota", "schedule", "recipes", "scale"):
         for comparison in STUDIES[name].first(config):
             assert any(v.settings.get("selector") == "random" for v in comparison.variants)
 
@@ -159,6 +159,30 @@ def test_a_recipe_that_changes_the_order_is_named() -> None:
     assert "bf16" not in advice[0]
     assert advice[1].startswith("bf16: best to worst is C20 random < C20 pps < C20 topq")
     assert any("to the last digit" in sentence for sentence in said)
+
+
+def test_the_smallest_change_that_cannot_matter_says_what_is_not_to_be_read() -> None:
+    names = {"C20 pps": [0.0, 0.1], "C20 random": [0.1, 0.1], "C20 topq": [0.5, 0.5], ablation.FLOOR: [0.01, -0.03]}
+    said, _ = ablation.conclude({"scratch": made_up(names, [2.0, 2.1])})
+    assert any("up to 0.0300 and their mean by -0.0100 ± 0.0200" in sentence for sentence in said)
+    del names[ablation.FLOOR]
+    said, _ = ablation.conclude({"scratch": made_up(names, [2.0, 2.1])})
+    assert not any("in a thousand" in sentence for sentence in said)
+
+
+def test_a_size_that_changes_what_a_drop_costs_is_named() -> None:
+    config = StudyConfig(steps=100)
+    by_name = {comparison.name: comparison.cells((0,)) for comparison in scale.comparisons(config)}
+    base, batch, steps = (by_name[name]["C20 pps"][0].config for name in (scale.BASE, "batch", "steps"))
+    assert (batch.batch, steps.steps) == (2 * base.batch, 2 * base.steps)
+    assert steps.recalibration.warmup_steps == 2 * base.recalibration.warmup_steps
+    names = {"C20 pps": [0.0, 0.02], "C50 pps": [0.1, 0.12], "C50 random": [0.3, 0.32]}
+    plain, cheap = made_up(names, [2.0, 2.1]), made_up({**names, "C50 pps": [0.01, 0.03]}, [2.0, 2.1])
+    said, advice = scale.conclude({scale.BASE: plain, "batch": cheap, "steps": plain})
+    assert len(said) == 3
+    assert advice == ["C50 pps costs less with twice the batch: +0.0200 ± 0.0100 against +0.1100 ± 0.0100."]
+    _, advice = scale.conclude({scale.BASE: plain, "batch": plain, "steps": plain})
+    assert advice == ["No size here makes a drop cost more or less than its error lets one tell."]
 
 
 def test_the_figure_has_a_point_a_rate_and_the_seed_spread_as_its_band() -> None:

@@ -24,7 +24,10 @@ _EVERYWHERE = (
     "C50 random: drop=0.5 selector=random",
     "C50 topq: drop=0.5 selector=topq",
 )
+# How far a run is moved by a change that cannot matter: a pair in a thousand.
+FLOOR = "C0.1 random"
 _FROM_SCRATCH = (
+    f"{FLOOR}: drop=0.001 selector=random",
     "C30 pps: drop=0.3",
     "C30 random: drop=0.3 selector=random",
     "C50 pps grad_norm: drop=0.5 metric=grad_norm",
@@ -64,6 +67,13 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
         if half and half_random:
             said.append(f"At 50 % {where}: pps {told(half)}, random {told(half_random)}.")
         biased = [row for row in table if row["selector"] == "topq" and row["drop"] == 0.2]
+        floor = of(table, FLOOR)
+        if floor and floor["error"] is not None:
+            furthest = max(map(abs, floor["each"]))
+            said.append(
+                f"One pair in a thousand left out, which cannot matter, moves the seeds {where} by up to "
+                f"{furthest:.4f} and their mean by {told(floor)}: smaller differences are not to be read."
+            )
         order = sorted(biased, key=lambda row: row["difference"])
         names = ", ".join(f"{row['metric']} {row['difference']:+.4f}" for row in order)
         said.append(f"The metric under topq at 20 % {where}, best first: {names}.")

@@ -17,6 +17,7 @@ NAMES = (
     "error_budget",
     "schedule",
     "recipes",
+    "scale",
     "anatomy",
     "time_to_loss",
 )
