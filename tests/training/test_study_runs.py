@@ -144,7 +144,11 @@ def test_the_exact_router_gradient_is_advised_only_where_it_pays() -> None:
 def test_the_best_schedule_is_named_with_its_margin() -> None:
     names = {"C20 from the start": [0.05, 0.05], "C20 warm-up": [0.01, 0.01], "C20 random, warm-up": [0.0, 0.0]}
     _, advice = schedules.conclude({"scratch": made_up(names, [2.0, 2.1])})
-    assert "“warm-up” loses least; dropping from the start costs +0.0400 ± 0.0000 more." in advice[0]
+    assert "“warm-up” loses least, its error counted in (+0.0100 ± 0.0000)" in advice[0]
+    assert "dropping from the start costs +0.0400 ± 0.0000 more." in advice[0]
+    lucky = {"C20 from the start": [0.05, 0.05], "C20 dense tail": [-0.1, 0.1], "C20 warm-up": [0.01, 0.01]}
+    _, advice = schedules.conclude({"scratch": made_up(lucky, [2.0, 2.1])})
+    assert "“warm-up” loses least" in advice[0]
     _, advice = schedules.conclude(
         {"scratch": made_up({"C20 from the start": [0.0, 0.0], "C20 warm-up": [0.1, 0.1]}, [2, 2])}
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.experts.meter import SECONDS, SHARES
+from lrmoe.training.files import check_file
 
 NUMBERS = (
     "loss",
@@ -180,6 +181,7 @@ def _merge(into: Point, later: Point) -> None:
 
 
 def _read_text(path: Path) -> str:
+    check_file(path)
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -207,7 +209,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """The objects of a JSON-lines file with the numbers of their lines; ValueError naming file and line otherwise."""
-    if not path.is_file():
+    check_file(path)
+    if not path.exists():
         raise _missing(path)
     with open(path, "rb") as file:
         before = 0

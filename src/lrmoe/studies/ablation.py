@@ -67,9 +67,7 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
         if half and half_random:
             said.append(f"At 50 % {where}: pps {told(half)}, random {told(half_random)}.")
         biased = [
-            row
-            for row in table
-            if row["selector"] == "topq" and row["drop"] == 0.2 and row["difference"] is not None
+            row for row in table if row["selector"] == "topq" and row["drop"] == 0.2 and row["difference"] is not None
         ]
         floor = of(table, FLOOR)
         if floor and floor["error"] is not None:

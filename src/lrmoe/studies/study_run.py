@@ -19,6 +19,7 @@ from lrmoe.studies.results import StudyResult, markdown
 from lrmoe.studies.study_config import StudyConfig
 from lrmoe.training.files import (
     check_can_be_made,
+    check_entries,
     is_passing,
     locked,
     read_json,
@@ -73,10 +74,12 @@ def check_runs(cells: Iterable[Cell], config: StudyConfig) -> None:
 
 
 def check_folder(name: str, out: Path) -> None:
-    """Raises ValueError if ``out`` cannot take the study's results, or holds something else."""
+    """Raises ValueError if ``out`` cannot take the study's results, or holds something else, or a folder where a file of
+    them belongs."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={str(out)!r} is a file; give a folder")
     check_can_be_made(out)
+    check_entries(out)
     if (out / "config.json").exists():
         stored = read_json(out / "config.json")
         if stored.get("command") != "study" or stored.get("study") != name:

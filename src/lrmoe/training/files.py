@@ -12,24 +12,19 @@ from pathlib import Path
 from typing import Any
 
 # What a run or a comparison writes into its folder; nothing else is ever deleted.
-OWN_ENTRIES = (
-    "config.json",
-    "metrics.jsonl",
-    "summary.json",
-    "table.md",
-    "report.html",
-    "checkpoints",
-    "tensorboard",
-    "wandb",
-    "trace",
-    "pretrained",
-    "runs",
-)
+OWN_FILES = ("config.json", "metrics.jsonl", "summary.json", "table.md", "report.html")
+OWN_FOLDERS = ("checkpoints", "tensorboard", "wandb", "trace", "pretrained", "runs")
+OWN_ENTRIES = (*OWN_FILES, *OWN_FOLDERS)
 LOCK = "run.lock"
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces ``path`` by ``text`` in one move: a reader sees the old file or the new one."""
+    """Replaces ``path`` by ``text`` in one move: a reader sees the old file or the new one.
+
+    Raises:
+        ValueError: if ``path`` is a folder.
+    """
+    check_file(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         # Names that the system does not decode come as lone surrogates, which no UTF-8 file can hold.
@@ -43,6 +38,30 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
+def check_file(path: Path) -> None:
+    """Checks what lies at ``path``, if anything does.
+
+    Raises:
+        ValueError: if it is a folder, or something else that is no file.
+    """
+    if path.exists() and not path.is_file():
+        what = "a folder" if path.is_dir() else "not a regular file"
+        raise ValueError(f"{path} is {what}, where a file belongs; move it away or delete it")
+
+
+def check_entries(out: Path) -> None:
+    """Checks what a command finds of its own in ``out`` before it goes on there.
+
+    Raises:
+        ValueError: if a folder lies where a file of a run belongs, or a file where a folder does.
+    """
+    for name in OWN_FILES:
+        check_file(out / name)
+    for name in OWN_FOLDERS:
+        if (out / name).exists() and not (out / name).is_dir():
+            raise ValueError(f"{out / name} is a file, where a folder belongs; move it away or delete it")
+
+
 def write_json(path: Path, value: object) -> None:
     """Writes ``value`` indented. A loss that is not finite is written ``NaN`` or ``Infinity``, as Python reads it."""
     write_text(path, json.dumps(value, indent=2) + "\n")
@@ -54,6 +73,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: if the file is missing, malformed or not an object.
     """
+    check_file(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -80,11 +100,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON-lines file; none if it is missing. A last line cut short by a kill is left out.
 
     Raises:
-        ValueError: for any other malformed line, with its number; a record is an object with a step.
+        ValueError: for any other malformed line, with its number; a record is an object with a step. Also if the file
+            is not UTF-8 text, or no file.
     """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    check_file(path)
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start})") from None
     records = []
     for number, line in enumerate(lines, start=1):
         if not line:
@@ -107,7 +132,7 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
 
     Raises:
         ValueError: if ``out`` is a file, is not empty and neither option is given, is to be overwritten although no
-            run wrote it, or is to be resumed although there is nothing to resume.
+            run wrote it, or is to be resumed although there is nothing to resume or it has a folder where a file belongs.
     """
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other; give one")
@@ -118,6 +143,7 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
     if resume:
         if "config.json" not in entries:
             raise ValueError(f"out={str(out)!r} holds no run to resume (no config.json); leave out --resume")
+        check_entries(out)
     elif entries and not overwrite:
         raise ValueError(
             f"out={str(out)!r} is not empty; give another folder, --resume to continue the run in it or --overwrite "
