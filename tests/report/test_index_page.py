@@ -254,6 +254,39 @@ def test_what_may_not_be_read_is_told_and_breaks_nothing(tmp_path: Path, monkeyp
     assert "2.1167" in row_of(page, "sound")
 
 
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "summary.json", "report.html"])
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_folder_in_a_file_s_place_is_a_problem_of_its_run(tmp_path: Path, name: str, finished: bool) -> None:
+    train_run(tmp_path / "sound")
+    run = write(tmp_path / "odd", train_config(), records(), summary_of(records()) if finished else None)
+    (run / name).unlink(missing_ok=True)
+    (run / name).mkdir()
+    # Newer than the records, as a page is that was written after them.
+    os.utime(run / name, (2**32, 2**32))
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    problems = words(page[page.index('id="problems"') :])
+    assert f"odd {name} is a folder, where a file belongs; move it away or delete it" in problems
+    assert "2.1167" in row_of(page, "sound")
+    assert [unescape(link) for link in re.findall(r'<a href="([^"]*)"', markup(page))] == ["sound/report.html"]
+    with pytest.raises(ValueError, match=rf"odd/{re.escape(name)} is a folder, where a file belongs"):
+        write_report(run)
+
+
+def test_a_folder_in_the_place_of_the_index_is_told(tmp_path: Path) -> None:
+    run = train_run(tmp_path / "run")
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(ValueError, match=r"report\.html is a folder, where a file belongs; move it away"):
+        write_report(tmp_path)
+    assert not (run / "report.html").exists()
+
+
+def test_a_folder_that_has_only_a_folder_named_as_a_record_is_not_passed_over(tmp_path: Path) -> None:
+    train_run(tmp_path / "sound")
+    (tmp_path / "odd" / "config.json").mkdir(parents=True)
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "odd config.json is a folder, where a file belongs" in words(page[page.index('id="problems"') :])
+
+
 def test_studies_and_plans_under_way_are_told(tmp_path: Path) -> None:
     study = study_folder(tmp_path / "study")
     for name in ("summary.json", "metrics.jsonl"):

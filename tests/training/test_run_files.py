@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from functools import partial
 from pathlib import Path
 
@@ -51,6 +53,32 @@ def test_a_line_that_is_no_record_is_refused_by_number(line: str, tmp_path: Path
     path.write_text('{"step": 1}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: not"):
         read_records(path)
+
+
+def test_a_folder_in_a_file_s_place_is_refused_and_left(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.mkdir()
+    for use in (read_json, read_records, partial(write_text, text="{}")):
+        with pytest.raises(ValueError, match=r"summary\.json is a folder, where a file belongs; move it away"):
+            use(path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_lines_that_are_not_utf_8_are_told(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is not UTF-8 text \(byte 12\)"):
+        read_records(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "summary.json", "table.md", "report.html", "checkpoints", "trace"])
+def test_what_a_run_would_trip_over_at_its_end_is_found_when_it_is_resumed(tmp_path: Path, name: str) -> None:
+    train = {"train": {"recalibration": {}}, "corpus": {"sha256": ""}}
+    (tmp_path / "config.json").write_text(json.dumps({"command": "train", **train}))
+    check_out_folder(tmp_path, command="train", resume=True, overwrite=False)
+    kind = "folder" if "." in name else "file"
+    (tmp_path / name).mkdir() if kind == "folder" else (tmp_path / name).write_text("")
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is a {kind}, where a .* belongs; move it away"):
+        check_out_folder(tmp_path, command="train", resume=True, overwrite=False)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "null", "[" * 100_000, "\ufeff{}"])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lrmoe.report.run_folder import read_object
-from lrmoe.training.files import OWN_ENTRIES
+from lrmoe.training.files import OWN_ENTRIES, check_file
 
 DEPTH = 3
 """Levels below the folder that are looked into."""
@@ -97,8 +97,8 @@ class Entry:
 
 def is_run_folder(folder: Path) -> bool:
     """Whether a run's records, or what is left of them, are in the folder."""
-    # Unlike Path.is_file, also for a folder that may not be entered.
-    return any(os.path.isfile(folder / name) for name in _RECORDS)
+    # Unlike Path.exists, also for a folder that may not be entered.
+    return any(os.path.exists(folder / name) for name in _RECORDS)
 
 
 def read_entries(root: Path) -> tuple[list[Entry], bool]:
@@ -380,6 +380,7 @@ def _last_lines(path: Path) -> Object:
     """
     if not path.exists():
         return {}
+    check_file(path)
     last = validated = ""
     for line in _whole_lines(path):
         if '"loss"' in line:

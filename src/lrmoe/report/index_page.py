@@ -12,6 +12,7 @@ from lrmoe.report.frame import Frame, advice, chart, notices, table, tiles, writ
 from lrmoe.report.index_charts import Group, against_kept, against_time, group, key
 from lrmoe.report.index_entries import DEPTH, Entry, is_run_folder, read_entries
 from lrmoe.report.text import DASH, counted, duration, escape, fixed, percent, whole
+from lrmoe.training.files import check_file
 
 MARK = "<!-- lrmoe: index of runs -->"
 """By which a page of an index is known as one."""
@@ -27,9 +28,10 @@ def write_index_page(folder: Path, write_run: Callable[[Path], Path]) -> Path:
         write_run: writes the page of one run folder.
 
     Raises:
-        ValueError: if there is no run folder in it, or it has a ``report.html`` that is no index.
+        ValueError: if there is no run folder in it, or it has a ``report.html`` that is no index or no file.
     """
     path = folder / "report.html"
+    check_file(path)
     if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
         raise ValueError(f"{path} is not an index that lrmoe wrote; move it away, so that it is not overwritten")
     entries, deeper = read_entries(folder)
@@ -44,12 +46,15 @@ def write_index_page(folder: Path, write_run: Callable[[Path], Path]) -> Path:
 
 
 def _write_missing(entry: Entry, write_run: Callable[[Path], Path]) -> None:
-    page = entry.path / "report.html"
-    if entry.problem is not None or (page.exists() and page.stat().st_mtime >= entry.changed):
+    if entry.problem is not None:
         return
-    if entry.state == "unfinished" and not (entry.path / "metrics.jsonl").exists():
-        return  # Nothing has been recorded to show.
+    page = entry.path / "report.html"
     try:
+        check_file(page)
+        if page.exists() and page.stat().st_mtime >= entry.changed:
+            return
+        if entry.state == "unfinished" and not (entry.path / "metrics.jsonl").exists():
+            return  # Nothing has been recorded to show.
         write_run(entry.path)
     except ValueError as error:
         entry.page_problem = str(error).replace(f"{entry.path}{os.sep}", "")
@@ -327,7 +332,7 @@ def printable(text: str) -> str:
 
 def _link(entry: Entry) -> str:
     shown = escape(printable(entry.name))
-    if not (entry.path / "report.html").exists():
+    if not (entry.path / "report.html").is_file():
         return shown
     return f'<a href="{escape(link_to(entry.name))}">{shown}</a>'
 

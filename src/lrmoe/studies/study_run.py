@@ -74,18 +74,18 @@ def check_runs(cells: Iterable[Cell], config: StudyConfig) -> None:
 
 
 def check_folder(name: str, out: Path) -> None:
-    """Raises ValueError if ``out`` cannot take the study's results, or holds something else, or a folder where a file of
-    them belongs."""
+    """Raises ValueError if ``out`` cannot take the study's results: it holds something else, or a folder where one of
+    their files belongs."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={str(out)!r} is a file; give a folder")
     check_can_be_made(out)
-    check_entries(out)
     if (out / "config.json").exists():
         stored = read_json(out / "config.json")
         if stored.get("command") != "study" or stored.get("study") != name:
             raise ValueError(f"out={str(out)!r} was not written by lrmoe study {name}; give another folder")
     elif out.is_dir() and any(entry.name != "cells" and not is_passing(entry.name) for entry in out.iterdir()):
         raise ValueError(f"out={str(out)!r} holds something else than a study; give another folder")
+    check_entries(out)
 
 
 def run_study(

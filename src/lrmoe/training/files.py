@@ -132,7 +132,8 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
 
     Raises:
         ValueError: if ``out`` is a file, is not empty and neither option is given, is to be overwritten although no
-            run wrote it, or is to be resumed although there is nothing to resume or it has a folder where a file belongs.
+            run wrote it, or is to be resumed although there is nothing to resume, or what is there is a folder where a
+            file belongs.
     """
     if resume and overwrite:
         raise ValueError("--resume and --overwrite exclude each other; give one")
@@ -143,7 +144,6 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
     if resume:
         if "config.json" not in entries:
             raise ValueError(f"out={str(out)!r} holds no run to resume (no config.json); leave out --resume")
-        check_entries(out)
     elif entries and not overwrite:
         raise ValueError(
             f"out={str(out)!r} is not empty; give another folder, --resume to continue the run in it or --overwrite "
@@ -155,6 +155,7 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
         if found != command:
             raise ValueError(f"out={str(out)!r} was not written by lrmoe {command} (config.json says {found!r})")
         if resume:
+            check_entries(out)
             _check_stored(stored, out / "config.json")
     elif overwrite and entries:
         raise ValueError(f"out={str(out)!r} holds no run (no config.json), so --overwrite will not delete it")
