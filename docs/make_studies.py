@@ -43,11 +43,14 @@ def _section(result: StudyResult, name: str) -> str:
     made = result.provenance
     machine = ", ".join(f"{value}" for value in made["machine"].values())
     versions = ", ".join(f"{package} {version}" for package, version in made["versions"].items())
+    took = ""
+    if "run_seconds" in made:
+        took = f" {made['runs']} runs, {made['run_seconds'] / 60:.0f} minutes of one core in all, shared ones included."
     parts = [
         f"## {result.title}\n",
         f"{result.question}\n",
         f"    {made['command']}\n",
-        f"File: [{name}.json](studies/{name}.json). {versions}; {machine} cores.\n",
+        f"File: [{name}.json](studies/{name}.json). {versions}; {machine} cores.{took}\n",
     ]
     for table in result.tables:
         settings = ", ".join(f"{key} {value}" for key, value in table.settings.items())
