@@ -6,8 +6,10 @@ import copy
 import gc
 import json
 import pickle
+import sys
 import warnings
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,7 +302,7 @@ def test_a_layer_wrapped_after_attaching_is_still_moved_along() -> None:
     assert layer.router.selection_bias.abs().sum() > 0
     assert recal.modules()["first"] is layer
     recal.detach()
-    assert layer.control is layer._own_control
+    assert not layer.is_attached
 
 
 # --- attach and detach -------------------------------------------------------------------------------------------
@@ -311,6 +313,7 @@ def test_detach_gives_the_layers_their_own_control_back() -> None:
     expected = train(model)
     own = model.first.control
     recal = lrmoe.attach(model, lrmoe.LRMoEConfig(drop=0.7))
+    assert model.first.is_attached
     assert not torch.equal(train(model)["first.experts.down_proj"], expected["first.experts.down_proj"])
     recal.detach()
     recal.detach()
@@ -329,6 +332,30 @@ def test_attaching_twice_is_refused() -> None:
         lrmoe.attach(nn.Sequential(model), CONFIG)
     with pytest.raises(ValueError, match="first belongs to a model that already has a recalibrator"):
         lrmoe.attach(nn.ModuleDict({"first": model.first}), CONFIG)
+
+
+class Refusing:
+    """A host that finds the dense layer, and then cannot bind it."""
+
+    def find(self, model: nn.Module) -> dict[str, nn.Module]:
+        return {"dense": model.get_submodule("dense")}
+
+    def bind(self, model: nn.Module, controls: dict[str, Any]) -> Any:
+        assert list(controls) == ["dense"]
+        raise ValueError("not this one")
+
+
+def test_a_host_that_refuses_leaves_the_layers_of_the_others_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    adapter = SimpleNamespace(HOST=Refusing())
+    monkeypatch.setitem(sys.modules, "refusing_adapter", adapter)
+    with monkeypatch.context() as patch:
+        patch.setattr("lrmoe.hosting._HOST_MODULES", {"refusing_adapter": "refusing_adapter"})
+        with pytest.raises(ValueError, match="not this one"):
+            lrmoe.attach(model, CONFIG)
+    assert not model.first.is_attached
+    assert not model._forward_pre_hooks
+    lrmoe.attach(model, CONFIG)
 
 
 def test_detaching_again_leaves_the_next_recalibrator_alone() -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,65 +14,14 @@ from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.experts.meter import SECONDS, SHARES, shares
 from lrmoe.guarding import Guard, as_sums
-from lrmoe.layer import ExpertsEngine, MoE
+from lrmoe.hosting import Host as Host
+from lrmoe.hosting import HostedLayers
+from lrmoe.layer import MoE
 from lrmoe.padding import padding_mask, place_of_mask
 from lrmoe.recalibration.schedule import drop_at
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-
-class Host(Protocol):
-    """An adapter to a library that brings its own MoE layers (``lrmoe.hosts``)."""
-
-    def find(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The expert modules this host can recalibrate, by name. Raises ValueError for one it knows and cannot."""
-
-    def bind(self, model: nn.Module, controls: dict[str, LayerControl]) -> Callable[[], None]:
-        """Hands each named module its control and switches it to LRMoE's experts; returns the way back, which must
-        be picklable and follow a copied model, like everything that hangs on a model."""
-
-    def engine(self, module: nn.Module) -> ExpertsEngine | None:
-        """What runs the module's experts where they are spread over ranks."""
-
-
-class _OwnLayers:
-    """The host of :class:`lrmoe.MoE` layers."""
-
-    def find(self, model: nn.Module) -> dict[str, nn.Module]:
-        found = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
-        for name, layer in found.items():
-            if layer.control is not layer._own_control:
-                raise ValueError(f"{name} belongs to a model that already has a recalibrator; detach that one first")
-        return dict(found)
-
-    def bind(self, model: nn.Module, controls: dict[str, LayerControl]) -> Callable[[], None]:
-        layers = [layer for name in controls if isinstance(layer := model.get_submodule(name), MoE)]
-        undo = _RestoreControls([(layer, layer.control) for layer in layers])
-        for layer, control in zip(layers, controls.values(), strict=True):
-            layer.control = control
-        return undo
-
-    def engine(self, module: nn.Module) -> ExpertsEngine | None:
-        return module.experts.engine if isinstance(module, MoE) else None
-
-
-class _RestoreControls:
-    def __init__(self, before: list[tuple[MoE, LayerControl]]) -> None:
-        self._before = before
-
-    def __call__(self) -> None:
-        for layer, control in self._before:
-            layer.control = control
-
-
-# Adapters are imported only when the library they adapt is already in use.
-_HOST_MODULES = {"transformers": "lrmoe.hosts.transformers"}
-
-
-def _hosts() -> list[Host]:
-    adapters = [importlib.import_module(path) for library, path in _HOST_MODULES.items() if library in sys.modules]
-    return [_OwnLayers(), *(adapter.HOST for adapter in adapters)]
 
 
 def attach(
@@ -141,12 +88,8 @@ class Recalibrator:
         optimizer: torch.optim.Optimizer | None,
         load_group: ProcessGroup | None = None,
     ) -> None:
-        found: list[tuple[Host, dict[str, nn.Module]]] = [(host, host.find(model)) for host in _hosts()]
-        names = [name for _, layers in found for name in layers]
-        if not names:
-            raise ValueError(_nothing_found(model))
-        order = {name: position for position, (name, _) in enumerate(model.named_modules())}
-        names.sort(key=order.__getitem__)
+        self._hosted = HostedLayers(model)
+        names = list(self._hosted.modules)
         self._config = config
         self._load_group = load_group
         # Until the length of the run is known, which training waits for, the schedule cannot place its dense tail.
@@ -159,20 +102,14 @@ class Recalibrator:
             self.layers = {
                 name: LayerControl(self.clock, layer=i, name=name, watched=watched) for i, name in enumerate(names)
             }
-        modules = {name: module for _, layers in found for name, module in layers.items()}
-        # Held, not looked up again: wrappers that come later change where a module is found.
-        self._modules = {name: modules[name] for name in names}
-        self._host_of = {name: host for host, layers in found for name in layers}
         self.steps_with_optimizer = optimizer is not None
         self._last_drop: float | None = None
         self._backwards_seen = 0
         self._warned = False
         self._model = model
-        self._undo = [
-            host.bind(model, {name: self.layers[name] for name in layers}) for host, layers in found if layers
-        ]
-        self._own = {name for host, layers in found if isinstance(host, _OwnLayers) for name in layers}
         self._mask_place = place_of_mask(model)
+        # The model is changed from here on, by nothing that can fail half way.
+        self._undo = self._hosted.bind(model, self.layers)
         self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
         if optimizer is not None:
             self._handles.append(optimizer.register_step_post_hook(self._after_optimizer_step))
@@ -186,7 +123,7 @@ class Recalibrator:
 
     def modules(self) -> dict[str, nn.Module]:
         """The attached modules, by the names of ``layers``."""
-        return dict(self._modules)
+        return dict(self._hosted.modules)
 
     def set_total_steps(self, total_steps: int) -> None:
         """Tells the schedule how long the run is; needed for ``final_dense_steps``. A length that the config gave
@@ -215,7 +152,7 @@ class Recalibrator:
 
         Where ranks share experts, or with a ``load_group``, they add up what the guard looks at: a collective."""
         self._warn_if_bypassed()
-        for layer in self._modules.values():
+        for layer in self._hosted.modules.values():
             if isinstance(layer, MoE):
                 layer.update_selection_bias(self._load_group)
         self._last_drop = float(self.clock.drop)
@@ -332,13 +269,9 @@ class Recalibrator:
 
     def _watch(self, sums: dict[int, torch.Tensor]) -> None:
         """Hands the guard the sums of a step."""
-        engines: dict[int, tuple[ExpertsEngine, list[int]]] = {}
-        for place, (name, module) in enumerate(self._modules.items()):
-            if (engine := self._host_of[name].engine(module)) is not None:
-                engines.setdefault(id(engine), (engine, []))[1].append(place)
-        device = next(next(iter(self._modules.values())).parameters()).device
+        device = next(next(iter(self._hosted.modules.values())).parameters()).device
         sums_L3 = as_sums(sums, len(self.layers), device)
-        if self._guard.after_step(sums_L3, self.clock.step + 1, list(engines.values()), self._load_group):
+        if self._guard.after_step(sums_L3, self.clock.step + 1, self._hosted.engines(), self._load_group):
             self.clock.set_exact(self._guard.exact)
 
     def _warn_if_bypassed(self) -> None:
@@ -364,10 +297,10 @@ class Recalibrator:
             drop_at(self._config, self.clock.step)  # Raises, saying what is missing.
         self.clock.position_3[2].add_(1)
         mask = padding_mask(args, kwargs, self._mask_place)
-        for name, control in self.layers.items():
+        for control, module in zip(self.layers.values(), self._hosted.modules.values(), strict=True):
             # With nothing to drop a host's experts keep its gradients, those of padding included. An lrmoe.MoE leaves
             # padding out of its loads and auxiliary losses whatever the drop, so that runs can be compared.
-            if self.config.drop > 0.0 or name in self._own:
+            if self.config.drop > 0.0 or isinstance(module, MoE):
                 control.token_mask_T = mask
 
 
@@ -403,13 +336,3 @@ _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped
 
 def _unwrapped(names: Iterable[str]) -> list[str]:
     return [".".join(part for part in name.split(".") if part not in _WRAPPERS) for name in names]
-
-
-def _nothing_found(model: nn.Module) -> str:
-    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList) and "expert" in name]
-    kinds = sorted({type(module).__name__ for module in model.modules()})
-    hint = f" Lists of separate experts, which cannot be recalibrated: {', '.join(lists[:5])}." if lists else ""
-    return (
-        f"no MoE layer that LRMoE knows was found in {type(model).__name__}. It knows lrmoe.MoE and, with Transformers "
-        f"imported, experts that accept experts_implementation=.{hint} Modules found: {', '.join(kinds[:30])}"
-    )

@@ -196,6 +196,11 @@ class MoE(nn.Module):
             out_TD = _carry_aux_loss(out_TD, routing.aux_loss * self._aux_loss_scale)
         return out_TD.reshape(x.shape)
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether a recalibrator moves this layer along with training."""
+        return self.control is not self._own_control
+
     def step(self) -> None:
         """Call once after each optimizer step where no recalibrator is attached: moves this layer's schedule and
         draws on, and updates the selection bias if there is one.
@@ -203,7 +208,7 @@ class MoE(nn.Module):
         Raises:
             RuntimeError: if the layer is attached; then ``Recalibrator.step()`` does this for all layers.
         """
-        if self.control is not self._own_control:
+        if self.is_attached:
             raise RuntimeError("this layer is attached to a recalibrator; call the recalibrator's step() instead")
         self.update_selection_bias()
         self.control.clock.move_to(step=self.control.clock.step + 1)

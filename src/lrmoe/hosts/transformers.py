@@ -157,6 +157,8 @@ class _TransformersHost:
 
     def bind(self, model: nn.Module, controls: dict[str, LayerControl]) -> Callable[[], None]:
         modules: dict[str, Experts] = {name: model.get_submodule(name) for name in controls}
+        # First, because it refuses layers that cannot share an engine.
+        shared = _share_engine(list(modules.values()))
         before = [module.config for module in modules.values()]
         for name, module in modules.items():
             # The module asks its config which implementation to run. With a config of its own, neither the model's
@@ -165,7 +167,7 @@ class _TransformersHost:
             module.config._experts_implementation_internal = NAME
             module.lrmoe_control = controls[name]
         unwrap = follow_recomputes(model, list(controls.values()))
-        return _Binding(list(modules.values()), before, unwrap, _share_engine(list(modules.values())))
+        return _Binding(list(modules.values()), before, unwrap, shared)
 
     def engine(self, module: nn.Module) -> ExpertParallel | None:
         layer = None if transformers_ep is None else transformers_ep.of_module(module)
