@@ -134,6 +134,40 @@ def test_what_cannot_move_along_is_refused_before_anything_moves(how: str, text:
         assert moves > 0
 
 
+def same_loads_again(group: dist.ProcessGroup) -> tuple[list[Tensor], list[int]]:
+    """The outputs of one batch before and after its experts have moved, and after the first placement is loaded again,
+    at a position that nobody moves on; and the plans that the policy was told of until then."""
+    ep = ExpertParallel(group, num_experts=4, policy=get("smartmoe", interval=1), config=LRMoEConfig(drop=0.0))
+    first = copy.deepcopy(ep.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    every = [torch.randn(*shape, generator=generator) for shape in ((4, 8, 4), (4, 4, 4))]
+    owned = [nn.Parameter(ep.local(weight).clone()) for weight in every]
+    ep.register(0, *owned)
+    x_TD, alpha_TK = torch.randn(8, 4, generator=generator), torch.ones(8, 1)
+    ids_TK = torch.tensor([0, 0, 0, 1, 1, 1, 2, 3]).unsqueeze(1)
+    outputs, plans = [], []
+    for turn in range(3):
+        out_TD = ep.routed_experts(x_TD, ids_TK, alpha_TK, *owned)
+        out_TD.sum().backward()
+        outputs.append(out_TD.detach())
+        plans.append(ep.metrics()["plans"])
+        if turn == 0:
+            ep.step(torch.optim.SGD(owned, lr=0.0))
+            assert ep.policy.moves()  # type: ignore[attr-defined]
+        elif turn == 1:
+            ep.load_state_dict(first)
+            with torch.no_grad():
+                for weight, whole in zip(owned, every, strict=True):
+                    weight.copy_(ep.local(whole))
+    return outputs, plans
+
+
+def test_the_same_loads_after_a_move_are_planned_anew() -> None:
+    for outputs, plans in run_world(RANKS, same_loads_again):
+        assert all(torch.equal(outputs[0], other) for other in outputs)
+        assert plans == [1, 1, 1]
+
+
 def norm_after_loading(group: dist.ProcessGroup) -> tuple[float, float]:
     """Of gradients 0, 1, ... of the experts, where the slots have been filled by moves and by loading."""
     norms = []

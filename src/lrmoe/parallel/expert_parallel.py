@@ -310,6 +310,7 @@ class ExpertParallel:
                 or keep what is not by expert. Nothing has moved then, and the policy decides again at the next call.
             RankFailure: if a rank does not come within the timeout.
         """
+        self._book.clear()
         if self.ownership != "placed":
             self.policy.step()
             return
@@ -354,6 +355,7 @@ class ExpertParallel:
                 "same"
             )
         self.policy.load_state_dict(state["state"])
+        self._book.clear()
         for layer in self.registered:
             self._count_slots(layer)
 

@@ -36,6 +36,10 @@ class PlanBook:
         self.own = own
         self._entries: dict[tuple[int, int], dict[tuple[int, int], _Entry]] = {}
 
+    def clear(self) -> None:
+        """Forgets the plans: what comes now repeats no forward, and the policy may have placed experts anew."""
+        self._entries.clear()
+
     def plan(
         self,
         real_GE: Tensor,
