@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ import lrmoe
 from lrmoe import LRMoEConfig
 from lrmoe.hosts.expert_modules import weights
 from lrmoe.recalibration.quota import quotas
-from lrmoe.studies.anatomy import AnatomyConfig, anatomy, work_left
+from lrmoe.studies.anatomy import AnatomyConfig, anatomy, check_cells, work_left
 from lrmoe.studies.anatomy_conclusions import conclude
 from lrmoe.studies.anatomy_probe import Setting, probe
 from lrmoe.studies.anatomy_tables import values
@@ -294,6 +296,91 @@ def test_runs_near_zero_loss_begin_with_the_last_weights_from_scratch(
     assert cell.start is not None
     assert config["train"]["model"] == str(cell.start.folder(out / "cells").resolve())
     assert cell.start.key == regime("scratch", small().study).cell(UNGUARDED, 0).key
+
+
+def cut(record: dict[str, Any]) -> None:
+    del record["errors"][3]
+
+
+def without(part: str, term: str) -> Callable[[dict[str, Any]], None]:
+    return lambda record: record[part][1].pop(term)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "must hold one JSON object"),
+        ("", "cannot be read as JSON"),
+        ({"loss": None}, r"damaged .*\(loss=None must be a number\)"),
+        ({"seconds": "3"}, r"\(seconds='3' must be a number\)"),
+        ({"batches": 3}, r"\(batches=3 must be 2\)"),
+        ({"exact": {}}, r"\(exact=\{\} must be a list of objects\)"),
+        ({"exact": []}, r"\(exact has no entry of 0, down\)"),
+        ({"errors": [3]}, r"\(errors=\[3\] must be a list of objects\)"),
+        (cut, r"\(errors has no entry of pps, 0.2, sum_rule, 1, down\)"),
+        (without("exact", "noise"), r"\(exact\[1\]\.noise is missing\)"),
+        (without("errors", "rate"), r"\(errors\[1\]\.rate is missing\)"),
+        (without("alone", "variance"), r"\(alone\[1\]\.variance is missing\)"),
+        (lambda record: record["alone"][0].update(error="0.5"), r"\(alone\[0\]\.error='0.5' must be a number with"),
+        (lambda record: record["alone"].append(record["alone"][0]), r"\(alone\[8\] is there twice\)"),
+    ],
+)
+def test_a_damaged_cell_is_named_with_its_mend_before_anything_is_trained(
+    whole: tuple[Path, Any], small: Callable[..., AnatomyConfig], tmp_path: Path, damage: Any, said: str
+) -> None:
+    store = tmp_path / "cells"
+    store.mkdir()
+    (finished,) = (whole[0] / "cells").glob("near_zero-seed0-step10-*.json")
+    damaged = store / finished.name
+    record = json.loads(finished.read_text())
+    if isinstance(damage, str):
+        damaged.write_text(damage)
+    else:
+        record.update(damage) if isinstance(damage, dict) else damage(record)
+        damaged.write_text(json.dumps(record))
+    mend = "; delete it, and the probe is made again"
+    with pytest.raises(ValueError, match=rf"{re.escape(str(damaged))} .*{said}.*{mend}"):
+        check_cells(small(), tmp_path)
+    with pytest.raises(ValueError, match=mend):
+        anatomy(small(), tmp_path)
+    assert sorted(path.name for path in store.iterdir()) == [finished.name]
+    shutil.copy(finished, damaged)
+    check_cells(small(), tmp_path)
+
+
+def test_damaged_runs_and_weights_are_named_with_their_mend(
+    whole: tuple[Path, Any], small: Callable[..., AnatomyConfig], tmp_path: Path
+) -> None:
+    shutil.copytree(whole[0] / "cells", tmp_path / "cells")
+    cell = regime("scratch", small().study).cell(UNGUARDED, 0)
+    folder = cell.folder(tmp_path / "cells")
+    (probed,) = (tmp_path / "cells").glob("scratch-seed0-step2-*.json")
+    probed.unlink()
+    torch.save({"weight": torch.zeros(100)}, folder / "weights-2.pt")
+    check_cells(small(), tmp_path)
+    content = (folder / "weights-2.pt").read_bytes()
+    for part in (content[:200], b""):
+        (folder / "weights-2.pt").write_bytes(part)
+        with pytest.raises(ValueError, match=r"weights-2\.pt cannot be read \(.*delete it, and the run is done again"):
+            check_cells(small(), tmp_path)
+    (folder / "weights-2.pt").unlink()
+    (folder / "summary.json").write_text('{"seconds": 1.0}')
+    with pytest.raises(ValueError, match=r"summary\.json is damaged .* is missing\); delete the folder .*exact-seed0"):
+        check_cells(small(), tmp_path)
+
+
+def test_a_run_that_its_probes_no_longer_need_may_be_gone(
+    whole: tuple[Path, Any], small: Callable[..., AnatomyConfig], tmp_path: Path
+) -> None:
+    (tmp_path / "cells").mkdir()
+    for finished in (whole[0] / "cells").glob("*.json"):
+        shutil.copy(finished, tmp_path / "cells")
+    assert work_left(small(), tmp_path) == 0
+    result = anatomy(small(), tmp_path)
+    assert (result.tables, result.conclusions) == (whole[1].tables, whole[1].conclusions)
+    assert "training_seconds" in whole[1].provenance
+    assert "training_seconds" not in result.provenance
 
 
 @pytest.mark.parametrize(

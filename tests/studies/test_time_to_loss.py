@@ -220,6 +220,44 @@ def test_what_is_there_is_checked_without_training(launched: list[str], tmp_path
         check_cells(SMALL, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("{", "cannot be read as JSON"),
+        ({"settings": []}, r"\(settings=\[\] must be an object\)"),
+        ({"seconds": None}, r"\(seconds=None must be a number\)"),
+        ({"versions": {"torch": 2}}, r"\(versions=.* must be an object of strings\)"),
+        ({"contenders": []}, r"\(contenders=\[\] must be \['fixed', .*\)"),
+        ({"contenders": [1]}, r"\(contenders=\[1\] must be a list of objects\)"),
+        ({"losses": [1.0] * 7}, r"\(contender SYMI, losses=.* must be a list of 8 numbers\)"),
+        ({"compute_s": ["1"] * 8}, r"\(contender SYMI, compute_s=.* must be a list of 8 numbers\)"),
+        ({"validation": []}, r"\(contender SYMI, validation=\[\] must be a list of pairs"),
+        ({"validation": [[4, 1.0], [0, 2.0]]}, r"\(contender SYMI, validation=.* the steps rising\)"),
+        ({"kept_share": "all"}, r"\(contender SYMI, kept_share='all' must be a number or null\)"),
+        ({"replicas": ...}, r"\(contender SYMI, replicas is missing\)"),
+    ],
+)
+def test_a_damaged_cell_is_named_with_its_mend_before_anything_is_trained(
+    launched: list[str], tmp_path: Path, damage: Any, said: str
+) -> None:
+    (tmp_path / "text").write_text("".join(f"line {n}: {n * n}\n" for n in range(2000)), encoding="utf-8")
+    config = replace(SMALL, text=str(tmp_path / "text"))
+    time_to_loss(config, tmp_path)
+    (tmp_path / "cells" / "one-device-seed-0.json").unlink()
+    path = tmp_path / "cells" / "skewed-seed-1.json"
+    found = json.loads(path.read_text())
+    if isinstance(damage, dict):
+        for name, value in damage.items():
+            of = found if name in found else found["contenders"][1]
+            of.pop(name) if value is ... else of.update({name: value})
+    path.write_text(damage if isinstance(damage, str) else json.dumps(found))
+    launched.clear()
+    for call in (check_cells, time_to_loss):
+        with pytest.raises(ValueError, match=rf"skewed-seed-1\.json .*{said}.*; delete it, and it is made again"):
+            call(config, tmp_path)
+    assert launched == []
+
+
 def test_every_column_of_the_result_has_values(launched: list[str], tmp_path: Path) -> None:
     result: StudyResult = time_to_loss(SMALL, tmp_path)
     assert [table.name for table in result.tables] == ["one-device", "skewed", "even", "verdicts", "steps"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,10 @@ import pytest
 
 from lrmoe import LRMoEConfig
 from lrmoe.studies.cells import Cell, missing, run_cells, steps_of
+from lrmoe.studies.compare_table import MEANS
+from lrmoe.studies.quota_spread import STUDY
+from lrmoe.studies.study_config import StudyConfig
+from lrmoe.studies.study_run import check
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.files import locked, read_records
 
@@ -84,7 +89,16 @@ def test_an_interrupted_run_goes_on_and_ends_alike(small: TrainConfig, tmp_path:
     assert steps == sorted(set(steps))
 
 
-@pytest.mark.parametrize(("name", "content"), [("summary.json", "{"), ("summary.json", "{}"), ("config.json", "{}")])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("summary.json", "{"),
+        ("summary.json", "{}"),
+        ("summary.json", '{"seconds": "3"}'),
+        ("config.json", "{}"),
+        ("config.json", '{"versions": {"torch": 2}}'),
+    ],
+)
 def test_a_damaged_run_is_named_with_its_mend(small: TrainConfig, tmp_path: Path, name: str, content: str) -> None:
     cell = Cell(config=small)
     cell.folder(tmp_path).mkdir()
@@ -92,6 +106,58 @@ def test_a_damaged_run_is_named_with_its_mend(small: TrainConfig, tmp_path: Path
     read = cell.summary if name == "summary.json" else cell.versions
     with pytest.raises(ValueError, match=rf"{name} .*; delete the folder .* and the run is done again"):
         read(tmp_path)
+
+
+def test_values_of_another_kind_are_named(small: TrainConfig, tmp_path: Path) -> None:
+    cell = Cell(config=small)
+    cell.folder(tmp_path).mkdir()
+    whole = {**dict.fromkeys(MEANS, 1.0), "seconds": 3, "diverged_at": None, "saved_bytes": {"moe": 1, "model": 2}}
+    path = cell.folder(tmp_path) / "summary.json"
+    path.write_text(json.dumps(whole))
+    assert cell.summary(tmp_path) == whole
+    for name, value in (("eval_loss", "2"), ("kept_share", [1]), ("saved_bytes", {"moe": 1}), ("seconds", None)):
+        path.write_text(json.dumps({**whole, name: value}))
+        with pytest.raises(ValueError, match=rf"summary\.json is damaged .*\({name}=.* must be .*; delete the folder"):
+            cell.check(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("config.json", '{"command": ', "cannot be read as JSON"),
+        ("config.json", '{"command": "train"}', "the file is damaged"),
+        ("metrics.jsonl", '{"step": 1}\n{\n{"step": 3}\n', "line 2: not valid JSON"),
+        ("report.html", None, "is a folder, where a file belongs"),
+    ],
+)
+def test_damage_to_an_interrupted_run_is_told_before_others_are_trained(
+    small: TrainConfig, tmp_path: Path, name: str, content: str | None, said: str
+) -> None:
+    cell = Cell(config=small)
+    cell.check(tmp_path)
+    folder = cell.folder(tmp_path)
+    folder.mkdir()
+    begun = {"command": "train", "train": {"recalibration": {}}, "corpus": {"sha256": ""}}
+    (folder / "config.json").write_text(json.dumps(begun))
+    cell.check(tmp_path)
+    (folder / name).mkdir() if content is None else (folder / name).write_text(content)
+    with pytest.raises(ValueError, match=rf"{said}.*; delete the folder .*, and the run is done again"):
+        cell.check(tmp_path)
+
+
+def test_a_run_whose_weights_are_gone_is_told_before_others_go_on_from_it(small: TrainConfig, tmp_path: Path) -> None:
+    config = StudyConfig(model=small.model, text=small.text, steps=20, seq=16, seeds=(0,), regimes=("near_zero",))
+    start = next(cells[0] for cells in STUDY.first(config)[0].cells((0,)).values()).start
+    assert start is not None
+    folder = start.folder(tmp_path)
+    folder.mkdir()
+    summary = {**dict.fromkeys(MEANS, 1.0), "seconds": 3, "diverged_at": None, "saved_bytes": None}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "config.json").write_text(json.dumps({"command": "train", "versions": {"torch": "2"}}))
+    with pytest.raises(
+        ValueError, match=r"has no weights left to go on from; delete the folder .*, and the run is done"
+    ):
+        check(STUDY, config, tmp_path / "out", tmp_path)
 
 
 def test_what_a_kill_leaves_of_a_file_does_not_keep_a_run_from_being_done(small: TrainConfig, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from lrmoe.config import RouterGrad, require_count, require_number
+from lrmoe.studies.anatomy_cells import read_record, read_weights
 from lrmoe.studies.anatomy_probe import Record, Setting, probe
 from lrmoe.studies.anatomy_tables import Measured, make_result
 from lrmoe.studies.cells import Cell
@@ -31,7 +32,7 @@ from lrmoe.studies.study_config import StudyConfig
 from lrmoe.studies.variants import Variant
 from lrmoe.training.checkpoints import newest_checkpoint
 from lrmoe.training.config import TrainConfig
-from lrmoe.training.files import locked, read_json, write_json
+from lrmoe.training.files import locked, write_json
 from lrmoe.training.run import load, prepare, train, versions
 from lrmoe.training.text import TrainingOrder
 
@@ -149,12 +150,15 @@ def anatomy(config: AnatomyConfig, out: Path, *, progress: Progress = lambda *_:
         progress: told of runs and cells, by name, and how much of each is done, in the units of :func:`work_left`.
 
     Raises:
-        ValueError: if another process is at work there, or a run cannot be carried out.
+        ValueError: if another process is at work there, what is there is damaged, or a run cannot be carried out.
     """
     store = out / "cells"
     store.mkdir(parents=True, exist_ok=True)
     plans = _plans(config, store)
     with locked(store), _one_thread():
+        # All that is there is checked before hours go into what is not.
+        for plan in plans:
+            plan.check()
         for plan in plans:
             plan.carry_out(progress)
     measured = [
@@ -166,10 +170,27 @@ def anatomy(config: AnatomyConfig, out: Path, *, progress: Progress = lambda *_:
         "versions": versions(),
         "threads": 1,
         "probe_seconds": sum(one.record["seconds"] for one in measured),
-        "training_seconds": sum(plan.training_seconds() for plan in plans),
+        **_training_seconds(plans),
         "config": config.to_dict(),
     }
     return make_result(config.study, measured, rates=config.rates, batches=config.batches, provenance=provenance)
+
+
+def _training_seconds(plans: Iterable[_Plan]) -> dict[str, float]:
+    """Of all runs together; not told where the folder of one of them, which its probes do not need, is gone."""
+    each = [plan.training_seconds() for plan in plans]
+    known = [seconds for seconds in each if seconds is not None]
+    return {"training_seconds": sum(known)} if len(known) == len(each) else {}
+
+
+def check_cells(config: AnatomyConfig, out: Path) -> None:
+    """Checks the cells, and the runs, that ``out`` has; writes nothing.
+
+    Raises:
+        ValueError: if one is damaged; names the file and the mend.
+    """
+    for plan in _plans(config, out / "cells"):
+        plan.check()
 
 
 def work_left(config: AnatomyConfig, out: Path) -> int:
@@ -208,11 +229,27 @@ class _Plan:
 
     def record(self, step: int) -> Record:
         """What a finished cell found."""
-        return read_json(self._path(step))
+        return read_record(self._path(step), self._settings, batches=self._config.batches)
 
-    def training_seconds(self) -> float:
-        """Of the run itself, as it was measured."""
-        return float(read_json(self._folder / "summary.json")["seconds"])
+    def training_seconds(self) -> float | None:
+        """Of the run itself, as it was measured; None where its folder is gone."""
+        return float(self.cell.summary(self._store)["seconds"]) if self.cell.is_finished(self._store) else None
+
+    def check(self) -> None:
+        """Checks what there is of the run and its probes.
+
+        Raises:
+            ValueError: if something is damaged; names it and the mend.
+        """
+        todo = self._todo()
+        for step in self.steps:
+            if step not in todo:
+                self.record(step)
+            elif self._weights(step).exists():
+                read_weights(self._weights(step))
+        for cell in (self.cell.start, self.cell) if todo else (self.cell,):
+            if cell is not None and (todo or cell.is_finished(self._store)):
+                cell.check(self._store)
 
     def work_left(self) -> int:
         todo = self._todo()
@@ -256,7 +293,7 @@ class _Plan:
         loaded = load(config)
         batches = _fresh_batches(config, loaded.text.train_N, self._config.batches)
         for step in todo:
-            loaded.model.load_state_dict(torch.load(self._weights(step), weights_only=True))
+            loaded.model.load_state_dict(read_weights(self._weights(step)))
             name = f"probe {self.regime.name} seed {self.seed} step {step}"
             start = time.perf_counter()
             told = partial(_tell, progress, name, self._passes)

@@ -11,13 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.config import LRMoEConfig
+from lrmoe.studies.cell_file import MAYBE_NUMBER, NUMBER, TEXTS, Kind, read_whole, require
 from lrmoe.studies.compare_table import MEANS
 from lrmoe.studies.jobs import Job, Progress, run_jobs
 from lrmoe.training.config import PARALLEL, TrainConfig
-from lrmoe.training.files import locked, read_json, read_records
+from lrmoe.training.files import check_out_folder, locked, read_records
 
 FOLDER = "cells"
 _FINISHED = "summary.json"
+_SUMMARY: dict[str, Kind] = {
+    "seconds": NUMBER,
+    **dict.fromkeys(MEANS, MAYBE_NUMBER),
+    "diverged_at": MAYBE_NUMBER,
+    "saved_bytes": (
+        "null or an object with the numbers moe and model",
+        lambda value: (
+            value is None or (isinstance(value, dict) and all(NUMBER[1](value.get(k)) for k in ("moe", "model")))
+        ),
+    ),
+}
 # What changes how a run is carried out and not what it gives.
 _NOT_DEFINING = {"threads", "keep_checkpoints", "save_every", "trace", "report_to", *PARALLEL}
 
@@ -62,7 +74,7 @@ class Cell:
         Raises:
             ValueError: if it is damaged; says how to mend it.
         """
-        return self._read(store, _FINISHED, "seconds", "saved_bytes", "diverged_at", *MEANS)
+        return self._read(store, _FINISHED, _SUMMARY)
 
     def records(self, store: Path) -> list[dict[str, Any]]:
         """The lines of the run."""
@@ -70,19 +82,31 @@ class Cell:
 
     def versions(self, store: Path) -> Mapping[str, str]:
         """What the run was made with; raises as :meth:`summary`."""
-        found: Mapping[str, str] = self._read(store, "config.json", "versions")["versions"]
+        found: Mapping[str, str] = self._read(store, "config.json", {"versions": TEXTS})["versions"]
         return found
 
-    def _read(self, store: Path, name: str, *needed: str) -> dict[str, Any]:
-        mend = f"delete the folder {self.folder(store)}, and the run is done again"
-        try:
-            found = read_json(self.folder(store) / name)
-        except ValueError as error:
-            raise ValueError(f"{error}; {mend}") from None
-        lacking = [key for key in needed if key not in found]
-        if lacking:
-            raise ValueError(f"{self.folder(store) / name} has no {', '.join(lacking)}; {mend}")
-        return found
+    def check(self, store: Path) -> None:
+        """Checks what ``store`` has of the run, whole or in part; writes nothing.
+
+        Raises:
+            ValueError: if it is damaged; says how to mend it.
+        """
+        if self.is_finished(store):
+            self.summary(store)
+            self.versions(store)
+        elif (self.folder(store) / "config.json").exists():
+            try:
+                check_out_folder(self.folder(store), command="train", resume=True, overwrite=False)
+                self.records(store)
+            except ValueError as error:
+                raise ValueError(f"{error}; {self.mend(store)}") from None
+
+    def mend(self, store: Path) -> str:
+        """What a user can do about a damaged run."""
+        return f"delete the folder {self.folder(store)}, and the run is done again"
+
+    def _read(self, store: Path, name: str, kinds: Mapping[str, Kind]) -> dict[str, Any]:
+        return read_whole(self.folder(store) / name, lambda found: require(found, kinds), mend=self.mend(store))
 
 
 def _not_default(config: TrainConfig | LRMoEConfig, *, skip: set[str]) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.studies import ablation, error_budget, quota_spread, recipes, router_gradient, scale, schedules
-from lrmoe.studies.cells import Cell, run_cells, steps_of
+from lrmoe.studies.cells import Cell, missing, run_cells, steps_of
 from lrmoe.studies.grid import Comparison, GridStudy, Rows, table
 from lrmoe.studies.jobs import Progress
 from lrmoe.studies.results import StudyResult, markdown
 from lrmoe.studies.study_config import StudyConfig
+from lrmoe.training.checkpoints import newest_checkpoint
 from lrmoe.training.files import (
     check_can_be_made,
     check_entries,
@@ -46,11 +47,13 @@ def check(study: GridStudy, config: StudyConfig, out: Path, store: Path) -> None
     check_folder(study.name, out)
     check_can_be_made(store, field="cells")
     cells = [cell for comparison in study.first(config) for cell in _cells(comparison, config)]
+    # Damage is told before hours go into what is missing.
     for cell in cells:
-        if cell.is_finished(store):
-            # Damage is told before hours go into the others.
-            cell.summary(store)
-            cell.versions(store)
+        cell.check(store)
+    for cell in missing(cells, store):
+        start = cell.start
+        if start is not None and start.is_finished(store) and newest_checkpoint(start.folder(store)) is None:
+            raise ValueError(f"{start.folder(store)} has no weights left to go on from; {start.mend(store)}")
     check_runs(cells, config)
 
 

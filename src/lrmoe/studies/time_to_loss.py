@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.config import LRMoEConfig, require_count, require_number
+from lrmoe.studies.cell_file import OBJECT, read_whole, require
 from lrmoe.studies.jobs import Progress
 from lrmoe.studies.results import StudyResult
 from lrmoe.studies.time_to_loss_curves import Setting
-from lrmoe.studies.time_to_loss_run import CellPlan, Contender, Sizes, read_text, work
+from lrmoe.studies.time_to_loss_run import CellPlan, Contender, Sizes, check_cell, read_text, work
 from lrmoe.studies.time_to_loss_table import make_result
 from lrmoe.training.config import described
 from lrmoe.training.files import locked, read_json, write_json
@@ -214,7 +215,7 @@ def check_cells(config: TimeToLossConfig, out: Path) -> None:
     for setting in config.settings():
         read_text(config.sizes, setting.ranks)
         for seed in setting.seeds:
-            _finished(out, setting, seed, _settings(_plan(config, setting, seed)))
+            _finished(out, setting, _plan(config, setting, seed))
 
 
 def time_to_loss(
@@ -241,7 +242,7 @@ def time_to_loss(
             (setting, seed, _plan(config, setting, seed)) for setting in config.settings() for seed in setting.seeds
         ]
         # All that is there is checked before hours go into what is not.
-        found = {_name(setting, seed): _finished(out, setting, seed, _settings(plan)) for setting, seed, plan in plans}
+        found = {_name(setting, seed): _finished(out, setting, plan) for setting, seed, plan in plans}
         for setting, seed, plan in plans:
             name = _name(setting, seed)
             cell = found[name]
@@ -278,20 +279,24 @@ def _path(out: Path, setting: Setting, seed: int) -> Path:
     return out / CELLS / f"{_name(setting, seed)}.json"
 
 
-def _finished(out: Path, setting: Setting, seed: int, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    path = _path(out, setting, seed)
+def _finished(out: Path, setting: Setting, plan: CellPlan) -> dict[str, Any] | None:
+    path = _path(out, setting, plan.seed)
     if not path.exists():
         return None
-    cell = read_json(path)
-    stored = cell.get("settings")
-    if not isinstance(stored, dict) or not isinstance(cell.get("contenders"), list):
-        raise ValueError(f"{path} is damaged or of another version of lrmoe; delete it, and it is made again")
-    wrong = [name for name, value in {"ranks": setting.ranks, **settings}.items() if stored.get(name) != value]
-    if wrong:
-        raise ValueError(
-            f"{path} was made with {', '.join(f'{name}={stored.get(name)!r}' for name in wrong)}; give the same "
-            "settings, or another out"
-        )
+
+    def differing(stored: Mapping[str, Any]) -> list[str]:
+        settings = {"ranks": setting.ranks, **_settings(plan)}
+        return [f"{name}={stored.get(name)!r}" for name, value in settings.items() if stored.get(name) != value]
+
+    def check(cell: Mapping[str, Any]) -> None:
+        require(cell, {"settings": OBJECT})
+        # Records of other settings have other lengths, and are no damage.
+        if not differing(cell["settings"]):
+            check_cell(cell, plan)
+
+    cell = read_whole(path, check, mend="delete it, and it is made again")
+    if wrong := differing(cell["settings"]):
+        raise ValueError(f"{path} was made with {', '.join(wrong)}; give the same settings, or another out")
     return cell
 
 

@@ -10,7 +10,8 @@ the slowest rank between any two exchanges, and the bytes of the busiest rank at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +26,7 @@ from lrmoe.balance import get
 from lrmoe.config import LRMoEConfig
 from lrmoe.parallel import ExpertParallel, parallelize
 from lrmoe.parallel.clock import PhaseClock
+from lrmoe.studies.cell_file import MAYBE_NUMBER, NUMBER, RECORDS, TEXT, TEXTS, Kind, numbers, require
 from lrmoe.studies.time_to_loss_model import LanguageModel, parameter_groups
 from lrmoe.training.files import write_json
 from lrmoe.training.run import versions
@@ -237,6 +239,38 @@ def run_cell(world: World, plan: CellPlan, path: Path, tell: Callable[[int], Non
     if world.is_main:
         about = {"setting": plan.setting, "seed": plan.seed, "ranks": world.size, "versions": versions()}
         write_json(path, {**about, "contenders": rows})
+
+
+def check_cell(cell: Mapping[str, Any], plan: CellPlan) -> None:
+    """Checks what :func:`run_cell` wrote, read back with the ``seconds`` that it took.
+
+    Raises:
+        ValueError: naming what is missing or of another kind.
+    """
+    require(cell, {"versions": TEXTS, "seconds": NUMBER, "contenders": RECORDS})
+    names, wanted = [row.get("name") for row in cell["contenders"]], [one.name for one in plan.contenders]
+    if names != wanted:
+        raise ValueError(f"contenders={names} must be {wanted}")
+    steps = numbers(plan.sizes.steps)
+    kinds: dict[str, Kind] = {
+        "name": TEXT,
+        **dict.fromkeys(("losses", "compute_s", "balanced_s", "transfer_s"), steps),
+        **dict.fromkeys(("kept_share", "load_max_over_mean", "rows_max_over_mean"), MAYBE_NUMBER),
+        **dict.fromkeys(("kept_max_over_mean", "replicas"), MAYBE_NUMBER),
+        "validation": ("a list of pairs of steps and a loss, the steps rising", _is_curve),
+    }
+    for row in cell["contenders"]:
+        require(row, kinds, where=f"contender {row['name']}, ")
+
+
+def _is_curve(value: Any) -> bool:
+    pair = numbers(2)[1]
+    return (
+        isinstance(value, list)
+        and len(value) > 0
+        and all(map(pair, value))
+        and all(before[0] < after[0] for before, after in itertools.pairwise(value))
+    )
 
 
 def _train(world: World, plan: CellPlan, tell: Callable[[int], None]) -> list[Contestant]:
