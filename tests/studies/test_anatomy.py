@@ -25,6 +25,7 @@ from lrmoe.studies.anatomy import AnatomyConfig, anatomy, check_cells, work_left
 from lrmoe.studies.anatomy_conclusions import conclude
 from lrmoe.studies.anatomy_probe import Setting, probe
 from lrmoe.studies.anatomy_tables import values
+from lrmoe.studies.catalog import run_named
 from lrmoe.studies.regimes import UNGUARDED, regime
 from lrmoe.studies.study_config import StudyConfig
 from lrmoe.studies.variants import Variant
@@ -381,6 +382,33 @@ def test_a_run_that_its_probes_no_longer_need_may_be_gone(
     assert (result.tables, result.conclusions) == (whole[1].tables, whole[1].conclusions)
     assert "training_seconds" in whole[1].provenance
     assert "training_seconds" not in result.provenance
+
+
+def test_the_study_by_name_writes_its_files_and_nothing_where_a_cell_is_damaged(
+    whole: tuple[Path, Any], small: Callable[..., AnatomyConfig], tmp_path: Path
+) -> None:
+    pytest.importorskip("plotly")
+    (tmp_path / "cells").mkdir()
+    for finished in (whole[0] / "cells").glob("*.json"):
+        shutil.copy(finished, tmp_path / "cells")
+    config = small()
+    given = {name: getattr(config, name) for name in ("probe_steps", "later_probe_steps", "batches", "rates")}
+    given |= {"router_rates": (0.2,), "router_variants": ("pps",), **config.study.given()}
+    damaged = next((tmp_path / "cells").glob("near_zero-*.json"))
+    content = damaged.read_text()
+    damaged.write_text(content[: len(content) // 2])
+    with pytest.raises(ValueError, match="; delete it, and the probe is made again"):
+        run_named("anatomy", given, tmp_path, store=tmp_path / "unused")
+    assert [path.name for path in tmp_path.iterdir()] == ["cells"]
+    damaged.write_text(content)
+    result = run_named("anatomy", given, tmp_path, store=tmp_path / "unused")
+    assert result.tables == whole[1].tables
+    assert "lrmoe study anatomy" in result.provenance["command"]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("cells", "config.json", "metrics.jsonl", "report.html", "summary.json", "table.md")
+    }
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert (stored["study"], stored["settings"]["batches"]) == ("anatomy", 2)
 
 
 @pytest.mark.parametrize(

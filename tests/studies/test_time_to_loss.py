@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lrmoe.studies import time_to_loss as study
+from lrmoe.studies.catalog import run_named
 from lrmoe.studies.results import StudyResult
 from lrmoe.studies.time_to_loss import TimeToLossConfig, check_cells, time_to_loss, work_left
 from lrmoe.studies.time_to_loss_curves import loss_at, steps_to, target_rows, until, verdict, without_spikes
@@ -256,6 +257,39 @@ def test_a_damaged_cell_is_named_with_its_mend_before_anything_is_trained(
         with pytest.raises(ValueError, match=rf"skewed-seed-1\.json .*{said}.*; delete it, and it is made again"):
             call(config, tmp_path)
     assert launched == []
+
+
+def test_the_study_by_name_writes_its_files_and_nothing_where_a_cell_is_damaged(
+    launched: list[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("plotly")
+    (tmp_path / "text").write_text("".join(f"line {n}: {n * n}\n" for n in range(2000)), encoding="utf-8")
+    given = {"text": str(tmp_path / "text"), "steps": 8, "eval_every": 4, "seeds": (0, 1), "even_seeds": (0,)}
+    out, told = tmp_path / "out", []
+
+    def watch(work: int) -> Any:
+        told.append(work)
+        return lambda name, step, record: None
+
+    def call() -> StudyResult:
+        return run_named("time_to_loss", given, out, store=tmp_path / "unused", watch=watch)
+
+    result = call()
+    assert told == [8 * (2 * 5 + 3 * 6)]
+    assert {path.name for path in out.iterdir()} == {
+        *("cells", "config.json", "metrics.jsonl", "report.html", "summary.json", "table.md")
+    }
+    assert json.loads((out / "config.json").read_text())["settings"]["steps"] == 8
+    assert "lrmoe study time_to_loss --text" in result.provenance["command"]
+    assert result.provenance["cells"] == 5
+    (out / "cells" / "even-seed-0.json").write_text("{")
+    for path in list(out.iterdir()):
+        if path.is_file():
+            path.unlink()
+    with pytest.raises(ValueError, match=r"even-seed-0\.json .*; delete it, and it is made again"):
+        call()
+    assert [path.name for path in out.iterdir()] == ["cells"]
+    assert not (tmp_path / "unused").exists()
 
 
 def test_every_column_of_the_result_has_values(launched: list[str], tmp_path: Path) -> None:

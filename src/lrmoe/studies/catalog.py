@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from lrmoe.studies import anatomy_tables, time_to_loss_table
-from lrmoe.studies.anatomy import AnatomyConfig, anatomy, runs_of
-from lrmoe.studies.anatomy import work_left as anatomy_left
+from lrmoe.studies import anatomy, anatomy_tables, time_to_loss, time_to_loss_table
+from lrmoe.studies.anatomy import AnatomyConfig
 from lrmoe.studies.grid import GridStudy
+from lrmoe.studies.jobs import Progress
 from lrmoe.studies.results import StudyResult
 from lrmoe.studies.study_config import StudyConfig
 from lrmoe.studies.study_run import (
@@ -26,10 +26,10 @@ from lrmoe.studies.study_run import (
     write_config,
     write_result,
 )
-from lrmoe.studies.time_to_loss import TimeToLossConfig, check_cells, time_to_loss
-from lrmoe.studies.time_to_loss import work_left as time_left
+from lrmoe.studies.time_to_loss import TimeToLossConfig
 from lrmoe.training.files import locked
 
+Config = TypeVar("Config", AnatomyConfig, TimeToLossConfig)
 # Carries a study out: settings as a user gives them, its folder, that of shared runs, runs at a time, a display.
 Run = Callable[[Mapping[str, Any], Path, Path, int, "Watch | None"], StudyResult]
 
@@ -77,63 +77,81 @@ def _grid(study: GridStudy) -> Entry:
     return Entry(question=study.question, settings=_settings(StudyConfig()), run=run)
 
 
-def _anatomy(given: Mapping[str, Any], out: Path, store: Path, jobs: int, watch: Watch | None) -> StudyResult:
-    shared = set(_settings(StudyConfig()))
-    study = StudyConfig(**{name: value for name, value in given.items() if name in shared})
-    config = AnatomyConfig(study=study, **{name: value for name, value in given.items() if name not in shared})
-    check_folder("anatomy", out)
-    check_runs(runs_of(config), study)
-    return _alone(
-        "anatomy",
-        given,
-        out,
-        lambda: anatomy(config, out, progress=watched(watch, anatomy_left(config, out))),
-        config.to_dict(),
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Alone(Generic[Config]):
+    """A study that keeps its runs to itself, in ``cells`` of its folder.
+
+    Attributes:
+        configure: from the settings that a user gave.
+        check: raises ValueError for what a user can get wrong; takes the study's folder, and writes nothing.
+        work_left: how much of the study its folder does not hold yet, in the steps that ``work`` tells of.
+        work: carries it out.
+    """
+
+    name: str
+    question: str
+    settings: Mapping[str, Any]
+    configure: Callable[[Mapping[str, Any]], Config]
+    check: Callable[[Config, Path], None]
+    work_left: Callable[[Config, Path], int]
+    work: Callable[[Config, Path, Progress], StudyResult]
 
 
-def _time_to_loss(given: Mapping[str, Any], out: Path, store: Path, jobs: int, watch: Watch | None) -> StudyResult:
-    config = TimeToLossConfig(**given)
-    check_folder("time_to_loss", out)
-    check_cells(config, out)
-    return _alone(
-        "time_to_loss",
-        given,
-        out,
-        lambda: time_to_loss(config, out, progress=watched(watch, time_left(config, out))),
-        config.to_dict(),
-    )
+def _alone(study: _Alone[Config]) -> Entry:
+    def run(given: Mapping[str, Any], out: Path, store: Path, jobs: int, watch: Watch | None) -> StudyResult:
+        config = study.configure(given)
+        check_folder(study.name, out)
+        study.check(config, out)
+        out.mkdir(parents=True, exist_ok=True)
+        with locked(out):
+            write_config(study.name, config.to_dict(), out)
+            result = study.work(config, out, watched(watch, study.work_left(config, out)))
+            made = {**result.provenance, "command": command(study.name, given), "machine": machine()}
+            result = replace(result, provenance=made)
+            write_result(result, out)
+        return result
 
-
-def _alone(
-    name: str, given: Mapping[str, Any], out: Path, work: Callable[[], StudyResult], settings: Mapping[str, Any]
-) -> StudyResult:
-    """A study that keeps its runs to itself, in ``out/cells``: its work, and the files around it."""
-    out.mkdir(parents=True, exist_ok=True)
-    with locked(out):
-        write_config(name, settings, out)
-        result = work()
-        made = {**result.provenance, "command": command(name, given), "machine": machine()}
-        result = replace(result, provenance=made)
-        write_result(result, out)
-    return result
+    return Entry(question=study.question, settings=study.settings, run=run)
 
 
 def _settings(config: Any) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in fields(config)}
 
 
+def _anatomy_config(given: Mapping[str, Any]) -> AnatomyConfig:
+    shared = _settings(StudyConfig())
+    study = StudyConfig(**{name: value for name, value in given.items() if name in shared})
+    return AnatomyConfig(study=study, **{name: value for name, value in given.items() if name not in shared})
+
+
+def _check_anatomy(config: AnatomyConfig, out: Path) -> None:
+    anatomy.check_cells(config, out)
+    check_runs(anatomy.runs_of(config), config.study)
+
+
+_ANATOMY = _Alone(
+    name="anatomy",
+    question=anatomy_tables.QUESTION,
+    settings={
+        **_settings(StudyConfig()),
+        **{name: value for name, value in _settings(AnatomyConfig()).items() if name not in ("study", "variants")},
+    },
+    configure=_anatomy_config,
+    check=_check_anatomy,
+    work_left=anatomy.work_left,
+    work=lambda config, out, progress: anatomy.anatomy(config, out, progress=progress),
+)
+_TIME_TO_LOSS = _Alone(
+    name="time_to_loss",
+    question=time_to_loss_table.QUESTION,
+    settings=_settings(TimeToLossConfig()),
+    configure=lambda given: TimeToLossConfig(**given),
+    check=time_to_loss.check_cells,
+    work_left=time_to_loss.work_left,
+    work=lambda config, out, progress: time_to_loss.time_to_loss(config, out, progress=progress),
+)
 CATALOG: Mapping[str, Entry] = {
     **{name: _grid(study) for name, study in STUDIES.items()},
-    "anatomy": Entry(
-        question=anatomy_tables.QUESTION,
-        settings={
-            **_settings(StudyConfig()),
-            **{k: v for k, v in _settings(AnatomyConfig()).items() if k not in ("study", "variants")},
-        },
-        run=_anatomy,
-    ),
-    "time_to_loss": Entry(
-        question=time_to_loss_table.QUESTION, settings=_settings(TimeToLossConfig()), run=_time_to_loss
-    ),
+    _ANATOMY.name: _alone(_ANATOMY),
+    _TIME_TO_LOSS.name: _alone(_TIME_TO_LOSS),
 }
