@@ -11,7 +11,7 @@ import lrmoe
 from lrmoe.balance import home_ranks
 from lrmoe.cluster import hardware, model
 from lrmoe.config import require_count, require_number
-from lrmoe.studies.paper_loads import routing_for
+from lrmoe.studies.paper_config import PaperConfig, check_operation, elementwise_setting, floor_setting
 from lrmoe.studies.plan import Case, Option, Planner, recommend, study
 from lrmoe.studies.replay import Record
 from lrmoe.training.config import described
@@ -42,60 +42,38 @@ NOTE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
+class PlanConfig(PaperConfig):
     """What is planned for.
 
     Raises:
         ValueError: naming the field, the value and what it may be.
     """
 
-    model: str = described("qwen3-30b-a3b", "preset, or a Transformers config.json")
-    hardware: str = described("h100", "preset, or a TOML or JSON file")
-    ep: int = described(8, "ranks that the experts lie on")
-    seq: int = described(4096, "tokens of a sequence")
-    microbatch: int = described(1, "sequences of a rank in one forward")
-    budget_gib: float | None = described(None, "GiB of a rank; default: all that the hardware has")
-    trace: str | None = described(None, "routing trace: run folder of lrmoe train --trace, its trace/ or a part")
-    loads: str | None = described(None, "JSON file: matrix (ranks, experts) of pairs, several, or one load an expert")
-    skew: float | None = described(None, "synthetic loads: largest over mean rows of a rank (2)")
-    seed: int = described(0, "of synthetic loads")
     draws: int = described(1, "synthetic loads, each planned for on its own")
     steps: int | None = described(None, "of a trace the first so many optimizer steps")
     max_drop: float = described(0.2, "largest share of the rows that the backward may leave out")
     quota: Literal["expert", "level"] = described("expert", "how the drop is spread over experts")
     slots: int = described(2, "experts that a rank may hold on top of its own, at most")
-    floor: int = described(1024, "rows that a replica of UltraEP must take where its fast path fails")
-    elementwise: Literal["plain", "fused"] = described(
-        "plain", "how activations run: as here on a GPU, or in one kernel"
-    )
+    floor: int = floor_setting()
+    elementwise: Literal["plain", "fused"] = elementwise_setting()
     experts_only: bool = described(False, "count routed experts alone, not the rest of the model")
     recompute: bool = described(False, "run each layer's forward again before its backward")
     optimizer_shards: int = described(1, "parts that the experts' optimizer state is cut in")
     dense_shards: int | None = described(None, "parts that the rest's weights and states are cut in; default: --ep")
 
     def __post_init__(self) -> None:
-        for name in ("ep", "seq", "microbatch", "draws", "floor", "optimizer_shards"):
-            require_count(name, getattr(self, name), least=1)
-        for name in ("slots", "seed"):
-            require_count(name, getattr(self, name))
+        super().__post_init__()
+        check_operation(slots=self.slots, floor=self.floor, elementwise=self.elementwise)
+        require_count("optimizer_shards", self.optimizer_shards, least=1)
         for name in ("steps", "dense_shards"):
             if getattr(self, name) is not None:
                 require_count(name, getattr(self, name), least=1)
         if not 0.0 <= require_number("max_drop", self.max_drop) < 1.0:
             raise ValueError(f"max_drop={self.max_drop!r} must be in [0, 1): a share of the rows")
-        if self.budget_gib is not None and not 0 < require_number("budget_gib", self.budget_gib) < float("inf"):
-            raise ValueError(f"budget_gib={self.budget_gib!r} must be a finite number above 0")
         if self.quota not in ("expert", "level"):
             raise ValueError(f"quota={self.quota!r} is not known; choose one of expert, level")
-        if self.elementwise not in ("plain", "fused"):
-            raise ValueError(f"elementwise={self.elementwise!r} is not known; choose one of plain, fused")
         if self.experts_only and self.dense_shards is not None:
             raise ValueError(f"dense_shards={self.dense_shards!r} has no effect with experts_only; leave one out")
-
-    @property
-    def tokens(self) -> int:
-        """Of a rank in one microbatch."""
-        return self.seq * self.microbatch
 
     def case(self) -> Case:
         """Reads the files.
@@ -105,17 +83,6 @@ class PlanConfig:
         """
         shape, machine = model(self.model), hardware(self.hardware)
         home_ranks(shape.num_experts, self.ep)
-        routing = routing_for(
-            shape,
-            ranks=self.ep,
-            tokens=self.tokens,
-            trace=self.trace,
-            loads=self.loads,
-            skew=self.skew,
-            seed=self.seed,
-            draws=self.draws,
-            steps=self.steps,
-        )
         extra: dict[str, Any] = {"optimizer_shards": self.optimizer_shards, "recompute": self.recompute}
         if not self.experts_only:
             extra |= {"dense": True, "dense_shards": self.ep if self.dense_shards is None else self.dense_shards}
@@ -124,8 +91,8 @@ class PlanConfig:
             hardware=machine,
             ranks=self.ep,
             tokens=self.tokens,
-            routing=routing,
-            budget=machine.memory_bytes if self.budget_gib is None else self.budget_gib * 2**30,
+            routing=self.routing(shape, steps=self.steps),
+            budget=self.budget(machine),
             max_drop=self.max_drop,
             quota=self.quota,
             slots=self.slots,

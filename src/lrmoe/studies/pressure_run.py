@@ -10,9 +10,10 @@ from typing import Literal, get_args
 
 import lrmoe
 from lrmoe.cluster import Hardware, ModelShape, hardware, model
-from lrmoe.config import Save, require_count, require_number
+from lrmoe.config import Save, require_number
 from lrmoe.studies.balance import Expert
 from lrmoe.studies.pair_bytes import Accounting, PairBytes, accounting
+from lrmoe.studies.paper_config import PaperConfig, check_operation, elementwise_setting, floor_setting
 from lrmoe.studies.paper_loads import routing_for
 from lrmoe.studies.pressure import Limits, under_pressure
 from lrmoe.studies.published import (
@@ -49,50 +50,35 @@ NOTE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class PressureConfig:
+class PressureConfig(PaperConfig):
     """One MoE layer of a model under a growing batch.
 
     Raises:
         ValueError: naming the field, the value and what it may be.
     """
 
-    model: str = described("qwen3-30b-a3b", "preset, or a Transformers config.json")
-    hardware: str = described("h100", "preset, or a TOML or JSON file")
-    ep: int = described(8, "ranks that the experts lie on")
     seq: int = described(8192, "tokens of a sequence")
     microbatch: int = described(4, "sequences of a rank at pressure 1")
     budget_gib: float | None = described(None, "GiB a rank has for one layer; default: all that the hardware has")
-    trace: str | None = described(None, "routing trace: run folder of lrmoe train --trace, its trace/ or a part")
-    loads: str | None = described(None, "JSON file: matrix (ranks, experts) of pairs, several, or one load an expert")
-    skew: float | None = described(None, "synthetic loads: largest over mean rows of a rank (2)")
-    seed: int = described(0, "of synthetic loads")
     draws: int = described(5, "synthetic loads that are averaged over")
     slots: int = described(2, "experts a rank may hold on top of its own")
-    floor: int = described(1024, "rows that a replica of UltraEP must take where its fast path fails")
+    floor: int = floor_setting()
     min_keep: float = described(0.5, "share of its rows that the backward of every expert keeps at least, under LRMoE")
     save: Literal["preactivation", "input"] = described("preactivation", "what LRMoE's operator keeps from the forward")
-    elementwise: Literal["plain", "fused"] = described(
-        "plain", "how activations run: as here on a GPU, or in one kernel"
-    )
+    elementwise: Literal["plain", "fused"] = elementwise_setting()
     policies: str = described(POLICIES, "comma-separated, options after colons, e.g. symi:slots=20,ultraep")
     pressures: str | None = described(None, "comma-separated; default: 1 to 20, 24, 28, 32, 40")
     at: float = described(20.0, "pressure at which the order of the systems is looked at for other skews")
 
     def __post_init__(self) -> None:
-        for name in ("ep", "seq", "microbatch", "draws", "floor"):
-            require_count(name, getattr(self, name), least=1)
-        for name in ("slots", "seed"):
-            require_count(name, getattr(self, name))
+        super().__post_init__()
+        check_operation(slots=self.slots, floor=self.floor, elementwise=self.elementwise)
         if not 0.0 < require_number("min_keep", self.min_keep) <= 1.0:
             raise ValueError(f"min_keep={self.min_keep!r} must be above 0 and at most 1: a share of an expert's rows")
-        for name in ("budget_gib", "at"):
-            value = getattr(self, name)
-            if value is not None and not 0 < require_number(name, value) < float("inf"):
-                raise ValueError(f"{name}={value!r} must be a finite number above 0")
+        if not 0 < require_number("at", self.at) < float("inf"):
+            raise ValueError(f"at={self.at!r} must be a finite number above 0")
         if self.save not in get_args(Save):
             raise ValueError(f"save={self.save!r} is not known; choose one of {', '.join(get_args(Save))}")
-        if self.elementwise not in ELEMENTWISE:
-            raise ValueError(f"elementwise={self.elementwise!r} is not known; choose one of {', '.join(ELEMENTWISE)}")
         self.levels  # noqa: B018  Checks itself.
 
     @property
@@ -107,11 +93,6 @@ class PressureConfig:
         if not all(0 < level < float("inf") for level in found):
             raise ValueError(f"pressures={self.pressures!r}: each must be a finite number above 0")
         return tuple(found)
-
-    @property
-    def tokens(self) -> int:
-        """Of a rank at pressure 1."""
-        return self.seq * self.microbatch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,24 +113,14 @@ class Study:
             ValueError: if the model, the hardware, the loads or a policy cannot be used.
         """
         shape = model(config.model)
-        routing = routing_for(
-            shape,
-            ranks=config.ep,
-            tokens=config.tokens,
-            trace=config.trace,
-            loads=config.loads,
-            skew=config.skew,
-            seed=config.seed,
-            draws=config.draws if config.trace is None and config.loads is None else 1,
-        )
+        routing = config.routing(shape)
         choices = parse_choices(config.policies)
         return cls(config=config, model=shape, hardware=hardware(config.hardware), routing=routing, choices=choices)
 
     @property
     def budget(self) -> float:
         """Bytes."""
-        config = self.config
-        return self.hardware.memory_bytes if config.budget_gib is None else config.budget_gib * GIB
+        return self.config.budget(self.hardware)
 
     @cached_property
     def setting(self) -> Setting:

@@ -1,0 +1,97 @@
+"""What ``lrmoe plan`` and ``lrmoe pressure`` are both told: a model, the ranks it lies on, and the loads they get."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lrmoe.cluster import Hardware, ModelShape
+from lrmoe.config import require_count, require_number
+from lrmoe.studies.paper_loads import routing_for
+from lrmoe.studies.published import ELEMENTWISE, GIB
+from lrmoe.studies.routing import Routing
+from lrmoe.training.config import described
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperConfig:
+    """Settings of a model on paper; a verb gives its own default, or words, to a field by declaring it again.
+
+    Raises:
+        ValueError: naming the field, the value and what it may be.
+    """
+
+    model: str = described("qwen3-30b-a3b", "preset, or a Transformers config.json")
+    hardware: str = described("h100", "preset, or a TOML or JSON file")
+    ep: int = described(8, "ranks that the experts lie on")
+    seq: int = described(4096, "tokens of a sequence")
+    microbatch: int = described(1, "sequences of a rank in one forward")
+    budget_gib: float | None = described(None, "GiB of a rank; default: all that the hardware has")
+    trace: str | None = described(None, "routing trace: run folder of lrmoe train --trace, its trace/ or a part")
+    loads: str | None = described(None, "JSON file: matrix (ranks, experts) of pairs, several, or one load an expert")
+    skew: float | None = described(None, "synthetic loads: largest over mean rows of a rank (2)")
+    seed: int = described(0, "of synthetic loads")
+    draws: int = described(1, "synthetic loads, each of them a matrix of its own")
+
+    def __post_init__(self) -> None:
+        for name in ("ep", "seq", "microbatch", "draws"):
+            require_count(name, getattr(self, name), least=1)
+        require_count("seed", self.seed)
+        if self.budget_gib is not None and not 0 < require_number("budget_gib", self.budget_gib) < float("inf"):
+            raise ValueError(f"budget_gib={self.budget_gib!r} must be a finite number above 0")
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank in one microbatch."""
+        return self.seq * self.microbatch
+
+    def budget(self, machine: Hardware) -> float:
+        """Bytes that a rank of the machine may use."""
+        return machine.memory_bytes if self.budget_gib is None else self.budget_gib * GIB
+
+    def routing(self, shape: ModelShape, *, steps: int | None = None) -> Routing:
+        """The loads; see :func:`lrmoe.studies.paper_loads.routing_for`.
+
+        Raises:
+            ValueError: if they cannot be used.
+        """
+        return routing_for(
+            shape,
+            ranks=self.ep,
+            tokens=self.tokens,
+            trace=self.trace,
+            loads=self.loads,
+            skew=self.skew,
+            seed=self.seed,
+            draws=self.draws,
+            steps=steps,
+        )
+
+
+# Settings that both verbs have too, each in its own place among those that only one of them has.
+
+
+def floor_setting() -> Any:
+    """The field ``floor``."""
+    return described(1024, "rows that a replica of UltraEP must take where its fast path fails")
+
+
+def elementwise_setting() -> Any:
+    """The field ``elementwise``."""
+    return described("plain", "how activations run: as here on a GPU, or in one kernel")
+
+
+def check_operation(*, slots: int, floor: int, elementwise: str) -> None:
+    """Checks what the ranks do.
+
+    Args:
+        slots: experts that a rank may hold on top of its own.
+        floor, elementwise: of the fields above.
+
+    Raises:
+        ValueError: naming the field, the value and what it may be.
+    """
+    require_count("slots", slots)
+    require_count("floor", floor, least=1)
+    if elementwise not in ELEMENTWISE:
+        raise ValueError(f"elementwise={elementwise!r} is not known; choose one of {', '.join(ELEMENTWISE)}")
