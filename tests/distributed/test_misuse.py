@@ -285,6 +285,12 @@ def test_a_plan_of_the_users_own_is_checked() -> None:
             assert message in text
 
 
+class Placing(RandomPlans):
+    """Says that it places experts, and cannot say where."""
+
+    ownership = "placed"
+
+
 def construct(group: dist.ProcessGroup) -> dict[str, tuple[str, str, float]]:
     last = dist.new_group([group.size() - 1])
     options: dict[str, Arguments] = {
@@ -297,6 +303,8 @@ def construct(group: dist.ProcessGroup) -> dict[str, tuple[str, str, float]]:
         "half a slot": {"slots": 0.5},
         "capacity": {"capacity": 0.0},
         "capacity of a policy": {"policy": get("fixed"), "capacity": 5.0},
+        "slots of a policy": {"policy": get("lrmoe"), "slots": 2},
+        "ownership": {"policy": Placing(1)},
         "config": {"config": {"drop": 0.5}},
         "divisor": {"gradient_divisor": 0},
         "infinite divisor": {"gradient_divisor": float("inf")},
@@ -329,7 +337,9 @@ def test_wrong_options_are_refused_at_once_naming_the_value() -> None:
         "slots": "slots=-1",
         "half a slot": "slots=0.5",
         "capacity": "capacity=0.0",
-        "capacity of a policy": "give it to the policy itself",
+        "capacity of a policy": "capacity=5.0 is for policies given by name; give it to the policy itself",
+        "slots of a policy": "slots=2 is for policies given by name; give it to the policy itself",
+        "ownership": "ownership='placed', which must be",
         "config": "must be an LRMoEConfig",
         "divisor": "gradient_divisor=0",
         "infinite divisor": "gradient_divisor=inf",

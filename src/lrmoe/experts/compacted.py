@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lrmoe.config import Metric, Quota, RouterGrad, Save, Selector
+from lrmoe.config import LRMoEConfig, Metric, Quota, RouterGrad, Save, Selector
 from lrmoe.experts import activations
 from lrmoe.ops.glu import glu_backward, glu_forward
 from lrmoe.ops.grouped_mm import add_group_rows, grouped_mm, grouped_sum, grouped_wgrad
@@ -32,6 +32,19 @@ class Recipe:
     router_grad: RouterGrad
     save: Save
     error_budget: float | None
+
+    @classmethod
+    def of(cls, config: LRMoEConfig, activation: str) -> Recipe:
+        """The recipe of a configuration."""
+        return cls(
+            activation=activation,
+            selector=config.selector,
+            metric=config.metric,
+            quota=config.quota,
+            router_grad=config.router_grad,
+            save=config.save,
+            error_budget=config.error_budget,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +67,15 @@ class Bank:
     down_proj: Tensor
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> Bank:
+        """The same weights in ``dtype``."""
+        return Bank(
+            self.gate_up_proj.to(dtype),
+            self.down_proj.to(dtype),
+            None if self.gate_up_bias is None else self.gate_up_bias.to(dtype),
+            None if self.down_bias is None else self.down_bias.to(dtype),
+        )
 
 
 @dataclass(frozen=True, slots=True)

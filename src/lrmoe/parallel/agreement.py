@@ -10,12 +10,19 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lrmoe.balance.policy import ExactPolicy, Policy
+from lrmoe.config import LRMoEConfig
+from lrmoe.experts.meter import is_recording
+from lrmoe.parallel.arguments import Tensors
 from lrmoe.parallel.collectives import Traffic, all_gather_counts
+from lrmoe.parallel.layout import OwnPairs
+from lrmoe.parallel.transport import Line
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -37,6 +44,37 @@ class Terms:
     training: bool
     biases: tuple[bool, ...]
     gradients: tuple[bool, ...]
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Tensors,
+        activation: str,
+        config: LRMoEConfig,
+        *,
+        dtype: torch.dtype,
+        position: tuple[int, int, int],
+        layer: int,
+        drop: float,
+        training: bool,
+    ) -> Terms:
+        """Those of a call at ``position`` (seed, step, microbatch), with products in ``dtype``."""
+        seed, step, microbatch = position
+        return cls(
+            width=tensors.x_TD.shape[1],
+            expert_width=tensors.down_proj.shape[2],
+            dtype=dtype,
+            activation=activation,
+            config=repr(config.to_dict()),
+            seed=seed,
+            step=step,
+            microbatch=microbatch,
+            layer=layer,
+            drop=drop,
+            training=training,
+            biases=(tensors.gate_up_bias is not None, tensors.down_bias is not None),
+            gradients=tuple(tensor is not None and tensor.requires_grad for tensor in tensors.trainable),
+        )
 
     def numbers(self) -> dict[str, int]:
         """Each field as one int64. Texts by their checksum."""
@@ -67,6 +105,56 @@ class Loads:
     masked_GE: Tensor
     recording: bool
     stale: bool
+
+
+class Agreement:
+    """What one engine says to those of the other ranks before each call, and hears of them.
+
+    Args:
+        num_experts: E.
+        description: what all ranks must have given their engines, by the names under which a difference is reported;
+            compared once, before the first loads.
+    """
+
+    def __init__(self, num_experts: int, description: Mapping[str, object]) -> None:
+        self._num_experts = num_experts
+        self._description = description
+        self._met = False
+
+    def gather(self, line: Line, terms: Terms, own: OwnPairs, *, stale: bool) -> Loads:
+        """:func:`gather_loads` of a call that this rank can make; before the first one, :func:`agree_on_engine`."""
+        return self._gather(line, terms, own.real_E, own.masked_E, stale=stale)
+
+    def refuse(self, line: Line, error: Exception, x_TD: object) -> NoReturn:
+        """Tells the other ranks, which already wait for this one's loads, and raises ``error``.
+
+        Args:
+            x_TD: what was given for the tokens, right or wrong.
+        """
+        device = x_TD.device if isinstance(x_TD, Tensor) else torch.device("cpu")
+        nothing_E = torch.zeros(self._num_experts, dtype=torch.int64, device=device)
+        try:
+            self._gather(line, None, nothing_E, nothing_E, stale=False)
+        except RuntimeError as other:
+            raise error from other
+        raise error
+
+    def _gather(self, line: Line, terms: Terms | None, real_E: Tensor, masked_E: Tensor, *, stale: bool) -> Loads:
+        options: dict[str, Any] = {"timeout_s": line.timeout_s, "traffic": line.traffic}
+        if not self._met:
+            agree_on_engine(self._description, line.group, real_E.device, **options)
+            self._met = True
+        return gather_loads(terms, real_E, masked_E, line.group, recording=is_recording(), stale=stale, **options)
+
+
+def describe_policy(policy: Policy) -> str:
+    """What of a policy has to be the same on all ranks, for :class:`Agreement`."""
+    options: dict[str, object] = {"slots": policy.slots}
+    # What is in another policy may be of this rank alone.
+    if isinstance(policy, ExactPolicy):
+        own = {name: value for name, value in vars(policy).items() if isinstance(value, int | float | str | None)}
+        options = {**own, **options}
+    return f"{policy.name!r} with {', '.join(f'{name}={options[name]!r}' for name in sorted(options))}"
 
 
 def gather_loads(

@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lrmoe.balance import get
+from lrmoe.balance.policy import Policy
+from lrmoe.config import require_count
 from lrmoe.experts import activations
 from lrmoe.experts.compacted import Bank
 from lrmoe.experts.operator import product_dtype
 from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode
 from lrmoe.parallel.weight_store import WeightStore
 
-Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""(x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T)."""
+
+class Tensors(NamedTuple):
+    """The tensors of a call, as :meth:`lrmoe.parallel.ExpertParallel.routed_experts` describes them."""
+
+    x_TD: Tensor
+    topk_ids_TK: Tensor
+    topk_weights_TK: Tensor
+    gate_up_proj: Tensor
+    down_proj: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    token_mask_T: Tensor | None
+
+    @property
+    def owned(self) -> Bank:
+        """The weights that this rank owns."""
+        return Bank(self.gate_up_proj, self.down_proj, self.gate_up_bias, self.down_bias)
+
+    @property
+    def trainable(self) -> tuple[Tensor | None, ...]:
+        """What may want a gradient."""
+        return (self.x_TD, self.topk_weights_TK, *self[3:7])
 
 
 def check_call(
@@ -23,21 +49,20 @@ def check_call(
     Raises:
         ValueError: naming the argument, its value and the mend.
     """
-    x_TD, ids_TK, alpha_TK, *weights, mask_T = tensors
-    for name, tensor in zip(_NAMES, tensors, strict=True):
+    for name, tensor in tensors._asdict().items():
         _check_plain(name, tensor)
-    owned = Bank(*tensors[3:7])
+    owned = tensors.owned
     if all(isinstance(t, Tensor) and t.dim() == dim for t, dim in zip(tensors[:5], (2, 2, 2, 3, 3), strict=True)):
-        owned = store.as_experts(owned, x_TD.shape[1])
+        owned = store.as_experts(owned, tensors.x_TD.shape[1])
     check_arguments(
-        x_TD,
-        ids_TK,
-        alpha_TK,
+        tensors.x_TD,
+        tensors.topk_ids_TK,
+        tensors.topk_weights_TK,
         owned.gate_up_proj,
         owned.down_proj,
         owned.gate_up_bias,
         owned.down_bias,
-        mask_T,
+        tensors.token_mask_T,
     )
     expected = store.num_owned(num_experts)
     if owned.gate_up_proj.shape[0] != expected:
@@ -45,24 +70,47 @@ def check_call(
             f"gate_up_proj has {owned.gate_up_proj.shape[0]} experts; rank {rank} owns {expected} of the "
             f"{num_experts}: give what ExpertParallel.local returns"
         )
-    check_ids(ids_TK, num_experts)
-    dtype = product_dtype(x_TD, tensors[3], activation)
+    check_ids(tensors.topk_ids_TK, num_experts)
+    dtype = product_dtype(tensors.x_TD, tensors.gate_up_proj, activation)
     activations.get(activation)
-    trainable = (x_TD, alpha_TK, *weights)
-    check_not_forward_mode(*trainable)
-    return dtype, torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trainable)
+    check_not_forward_mode(*tensors.trainable)
+    return dtype, torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.trainable)
 
 
-_NAMES = (
-    "x_TD",
-    "topk_ids_TK",
-    "topk_weights_TK",
-    "gate_up_proj",
-    "down_proj",
-    "gate_up_bias",
-    "down_bias",
-    "token_mask_T",
-)
+def member_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group that was asked for, which this process is in.
+
+    Raises:
+        ValueError: if there is none, or this process is not in it.
+    """
+    found = dist.group.WORLD if group is None else group
+    if found is None:
+        raise ValueError("there is no process group: call torch.distributed.init_process_group first")
+    if not isinstance(found, dist.ProcessGroup) and found != dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"group={found!r} must be a torch.distributed.ProcessGroup, or None for the default group")
+    if not isinstance(found, dist.ProcessGroup) or found.rank() < 0:
+        raise ValueError("this process is no member of the group; make an ExpertParallel on the group's ranks only")
+    return found
+
+
+def chosen_policy(policy: str | Policy, slots: int | None, capacity: float | None) -> Policy:
+    """The policy of that name with those options, or the one that was given.
+
+    Raises:
+        ValueError: if the name is not known, an option is out of range, or it is no policy.
+    """
+    if isinstance(policy, str):
+        chosen = {} if slots is None else {"slots": require_count("slots", slots)}
+        return get(policy, **chosen, **({} if capacity is None else {"capacity": capacity}))
+    for name, value in (("slots", slots), ("capacity", capacity)):
+        if value is not None:
+            raise ValueError(f"{name}={value!r} is for policies given by name; give it to the policy itself")
+    if not all(hasattr(policy, part) for part in ("name", "slots", "plan", "observe")):
+        raise ValueError(
+            f"policy={policy!r} is neither the name of a policy nor one, see lrmoe.balance.policy.Policy; "
+            'choose e.g. "lrmoe"'
+        )
+    return policy
 
 
 def _check_plain(name: str, tensor: Tensor | None) -> None:

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lrmoe.balance import get
 from lrmoe.balance.ownership import HistoryPolicy, ownership_of
 from lrmoe.balance.plan import Ownership, home_ranks
-from lrmoe.balance.policy import ExactPolicy, Policy
+from lrmoe.balance.policy import Policy
 from lrmoe.config import LRMoEConfig, require_config, require_count, require_number
-from lrmoe.experts.compacted import Bank, Recipe
+from lrmoe.experts.compacted import Recipe
 from lrmoe.experts.layer_control import Clock, LayerControl
-from lrmoe.experts.meter import Meter, is_recording
+from lrmoe.experts.meter import Meter
 from lrmoe.experts.operator import routing_fingerprint
-from lrmoe.ops.permute import count_per_expert, sort_by_expert
-from lrmoe.parallel.agreement import Loads, Terms, agree_on_engine, gather_loads
-from lrmoe.parallel.arguments import Tensors, check_call
+from lrmoe.parallel.agreement import Agreement, Terms, describe_policy
+from lrmoe.parallel.arguments import Tensors, check_call, chosen_policy, member_group
 from lrmoe.parallel.balance_meter import BalanceMeter
 from lrmoe.parallel.call import Call
 from lrmoe.parallel.collectives import Traffic, all_reduce
-from lrmoe.parallel.expert_parameters import count_slots
 from lrmoe.parallel.home_store import HomeStore
-from lrmoe.parallel.layout import lay_out
-from lrmoe.parallel.operator import RoutedExperts
-from lrmoe.parallel.placed_store import PlacedStore, counted_slots, move
+from lrmoe.parallel.layout import lay_out, sort_pairs
+from lrmoe.parallel.moving import MovingExperts
+from lrmoe.parallel.operator import run_experts
+from lrmoe.parallel.placed_store import PlacedStore
 from lrmoe.parallel.plan_book import PlanBook
 from lrmoe.parallel.registered_layers import RegisteredLayers
 from lrmoe.parallel.sharded_store import ShardedStore
@@ -97,15 +94,8 @@ class ExpertParallel:
         timeout_s: float | None = None,
         clock: PhaseClock | None = None,
     ) -> None:
-        found = dist.group.WORLD if group is None else group
-        if found is None:
-            raise ValueError("there is no process group: call torch.distributed.init_process_group first")
-        if not isinstance(found, dist.ProcessGroup) and found != dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"group={found!r} must be a torch.distributed.ProcessGroup, or None for the default group")
-        if not isinstance(found, dist.ProcessGroup) or found.rank() < 0:
-            raise ValueError("this process is no member of the group; make an ExpertParallel on the group's ranks only")
-        self.group = found
-        self.rank, self.size = found.rank(), found.size()
+        self.group = member_group(group)
+        self.rank, self.size = self.group.rank(), self.group.size()
         self.num_experts = require_count("num_experts", num_experts, least=1)
         if self.size > self.num_experts:
             raise ValueError(
@@ -115,16 +105,7 @@ class ExpertParallel:
         homes = home_ranks(self.num_experts, self.size)
         self.local_experts = range(homes.index(self.rank), homes.index(self.rank) + homes.count(self.rank))
         own = not isinstance(policy, str)
-        if isinstance(policy, str):
-            chosen = {} if slots is None else {"slots": require_count("slots", slots)}
-            policy = get(policy, **chosen, **({} if capacity is None else {"capacity": capacity}))
-        elif capacity is not None:
-            raise ValueError(f"capacity={capacity!r} is for policies given by name; give it to the policy itself")
-        elif not all(hasattr(policy, part) for part in ("name", "slots", "plan", "observe")):
-            raise ValueError(
-                f"policy={policy!r} is neither the name of a policy nor one, see lrmoe.balance.policy.Policy; "
-                'choose e.g. "lrmoe"'
-            )
+        policy = chosen_policy(policy, slots, capacity)
         if storage not in ("policy", "home"):
             raise ValueError(f"storage={storage!r} must be 'policy' or 'home'")
         if isinstance(policy, HistoryPolicy):
@@ -142,22 +123,35 @@ class ExpertParallel:
         self.timeout_s = timeout_s
         self.clock = clock
         self.ownership: Ownership = "home" if storage == "home" else ownership_of(policy)
-        self.store = self._make_store()
         self.registered = RegisteredLayers()
         self.traffic = Traffic()
-        self._book = PlanBook(policy, own=own)
-        self._met = False
-        self._balance = BalanceMeter()
         self.trace: Callable[[int, int, int, Tensor], None] | None = None
-
-    def _make_store(self) -> WeightStore:
-        if self.ownership == "placed":
-            assert isinstance(self.policy, HistoryPolicy)
-            return PlacedStore(self.policy.placement, self.rank)
-        if self.ownership == "sharded":
-            holds_weights = getattr(self.policy, "holds_weights", False)
-            return ShardedStore(self.num_experts, self.size, self.rank, holds_weights=holds_weights)
-        return HomeStore(self.num_experts, self.size, self.rank)
+        self.store: WeightStore
+        self._moving: MovingExperts | None = None
+        if self.ownership == "home":
+            self.store = HomeStore(self.num_experts, self.size, self.rank)
+        elif self.ownership == "sharded":
+            holds_weights = getattr(policy, "holds_weights", False)
+            self.store = ShardedStore(self.num_experts, self.size, self.rank, holds_weights=holds_weights)
+        elif self.ownership == "placed" and isinstance(policy, HistoryPolicy):
+            self.store = PlacedStore(policy.placement, self.rank)
+            self._moving = MovingExperts(policy, self.rank, self.registered)
+        else:
+            raise ValueError(
+                f"policy {policy.name!r} has ownership={self.ownership!r}, which must be 'home', 'sharded' or, of an "
+                "lrmoe.balance.ownership.HistoryPolicy, 'placed'; or keep experts at home with storage=\"home\""
+            )
+        self._agreement = Agreement(
+            self.num_experts,
+            {
+                "num_experts": self.num_experts,
+                "policy": describe_policy(policy),
+                "storage": self.ownership,
+                "gradient_divisor": divisor,
+            },
+        )
+        self._book = PlanBook(policy, own=own)
+        self._balance = BalanceMeter()
 
     def local(self, weight: Tensor) -> Tensor:
         """What this rank owns of a weight of all experts, (E, ...): where experts are at home, the rows of
@@ -181,13 +175,8 @@ class ExpertParallel:
             owned: the same weights in the same order on every rank, ``gate_up_proj`` among them.
         """
         self.registered.add(layer, owned)
-        self._count_slots(layer)
-
-    def _count_slots(self, layer: int) -> None:
-        if self.ownership == "placed":
-            assert isinstance(self.policy, HistoryPolicy)
-            for weight in self.registered.weights(layer):
-                count_slots(weight, counted_slots(self.policy.placement(layer), self.rank))
+        if self._moving is not None:
+            self._moving.count_slots(layer)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def routed_experts(
@@ -216,9 +205,9 @@ class ExpertParallel:
             x_TD: this rank's tokens; T may differ between ranks.
             topk_ids_TK: ids of the model's experts, in [0, num_experts), or -1.
             topk_weights_TK: routing weights.
-            gate_up_proj: (local experts, 2F, D), of :attr:`local_experts` alone.
-            down_proj: (local experts, D, F).
-            activation, gate_up_bias, down_bias, token_mask_T, step, layer, microbatch: as there.
+            gate_up_proj, down_proj, gate_up_bias, down_bias: what :meth:`local` gives of those of all experts; with
+                experts at home (local experts, ...), of :attr:`local_experts` alone.
+            activation, token_mask_T, step, layer, microbatch: as there.
 
         Returns:
             (T, D) in the dtype of ``x_TD``.
@@ -235,10 +224,10 @@ class ExpertParallel:
                 for name, value in (("step", step), ("layer", layer), ("microbatch", microbatch))
             )
         except ValueError as error:
-            self._refuse(x_TD, error)
+            self._agreement.refuse(self._line, error, x_TD)
         clock = Clock(self.config, step=step, microbatch=microbatch)
         return self._run(
-            (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
+            Tensors(x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
             clock,
             clock.drop,
             torch.tensor([layer, 0]),
@@ -262,7 +251,7 @@ class ExpertParallel:
     ) -> Tensor:
         """What layers and hosts call: :meth:`routed_experts` at the position and with the meter of ``control``."""
         return self._run(
-            (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
+            Tensors(x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
             control.clock,
             control.drop,
             control.identity_2,
@@ -311,33 +300,10 @@ class ExpertParallel:
             RankFailure: if a rank does not come within the timeout.
         """
         self._book.clear()
-        if self.ownership != "placed":
+        if self._moving is None:
             self.policy.step()
-            return
-        assert isinstance(self.policy, HistoryPolicy)
-        before = self.policy.state_dict()
-        self.policy.step()
-        line = Line(self.group, self.timeout_s, self.traffic, self.clock)
-        moves = {layer: list(of_layer) for layer, of_layer in groupby(self.policy.moves(), key=lambda one: one.layer)}
-        try:
-            tensors = {layer: self.registered.movable(layer, optimizers, self.policy.name) for layer in moves}
-        except ValueError:
-            self.policy.load_state_dict(before)
-            raise
-        for layer in moves:
-            move(line, self.rank, moves[layer], tensors[layer])
-            self._count_slots(layer)
-
-    def _number(self, layer: int, gate_up_proj: Tensor) -> int:
-        """The number under which the policy knows a layer: that of its registered parameters, else ``layer``."""
-        number = self.registered.number_of(gate_up_proj)
-        if number is None and self.ownership == "placed" and isinstance(gate_up_proj, nn.Parameter):
-            raise ValueError(
-                f"gate_up_proj of layer {layer} is not registered, so policy {self.policy.name!r} could not move its "
-                "experts: call ExpertParallel.register(layer, ...) again if something has made new parameters (a copy "
-                'of the model, load_state_dict(assign=True)); beside FSDP use ExpertParallel(..., storage="home")'
-            )
-        return layer if number is None else number
+        else:
+            self._moving.step(optimizers, self._line)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON-able values: the policy's name and state."""
@@ -356,45 +322,48 @@ class ExpertParallel:
             )
         self.policy.load_state_dict(state["state"])
         self._book.clear()
-        for layer in self.registered:
-            self._count_slots(layer)
+        if self._moving is not None:
+            for layer in self.registered:
+                self._moving.count_slots(layer)
+
+    @property
+    def _line(self) -> Line:
+        return Line(self.group, self.timeout_s, self.traffic, self.clock)
+
+    def _number(self, layer: int, gate_up_proj: Tensor) -> int:
+        """The number under which the policy knows a layer: that of its registered parameters, else ``layer``."""
+        number = self.registered.number_of(gate_up_proj)
+        if number is None and self._moving is not None and isinstance(gate_up_proj, nn.Parameter):
+            raise ValueError(
+                f"gate_up_proj of layer {layer} is not registered, so policy {self.policy.name!r} could not move its "
+                "experts: call ExpertParallel.register(layer, ...) again if something has made new parameters (a copy "
+                'of the model, load_state_dict(assign=True)); beside FSDP use ExpertParallel(..., storage="home")'
+            )
+        return layer if number is None else number
 
     def _run(self, tensors: Tensors, clock: Clock, drop: Tensor, identity_2: Tensor, activation: str) -> Tensor:
-        x_TD, ids_TK, alpha_TK, *weights, mask_T = tensors
-        config = clock.config
+        """One call, from its arguments to its outputs."""
+        config, drop_now, line = clock.config, float(drop), self._line
         seed, step, microbatch = clock.position_3.tolist()
         layer, handle = identity_2.tolist()
         try:
             dtype, train = check_call(tensors, activation, self.store, num_experts=self.num_experts, rank=self.rank)
-            number = self._number(layer, tensors[3])
-            ids_TK = ids_TK.to(torch.int64)
-            pair_N, count_E = sort_by_expert(ids_TK.reshape(-1), self.num_experts)
-            pair_L = pair_N[: int(count_E.sum())]
-            real_E = count_E
-            if mask_T is not None:
-                real_ids_TK = torch.where(mask_T.unsqueeze(-1), ids_TK, -1)
-                real_E = count_per_expert(real_ids_TK.reshape(-1), self.num_experts)
-            terms = Terms(
-                width=x_TD.shape[1],
-                expert_width=tensors[4].shape[2],
+            number = self._number(layer, tensors.gate_up_proj)
+            own = sort_pairs(tensors.topk_ids_TK, tensors.token_mask_T, self.num_experts)
+            terms = Terms.of(
+                tensors,
+                activation,
+                config,
                 dtype=dtype,
-                activation=activation,
-                config=repr(config.to_dict()),
-                seed=seed,
-                step=step,
-                microbatch=microbatch,
+                position=(seed, step, microbatch),
                 layer=number,
-                drop=float(drop),
+                drop=drop_now,
                 training=train,
-                biases=tuple(bias is not None for bias in weights[2:]),
-                gradients=tuple(t is not None and t.requires_grad for t in (x_TD, alpha_TK, *weights)),
             )
         except Exception as error:  # Whatever it is: the other ranks must not wait for this one.
-            self._refuse(x_TD, error)
-        # In the dtype of the products from here on.
-        owned = Bank(*(None if weight is None else weight.to(dtype) for weight in weights))  # type: ignore[arg-type]
-        loads = self._gather_loads(terms, real_E, count_E - real_E, stale=self.store.is_stale(number, owned))
-        line = Line(self.group, self.timeout_s, self.traffic, self.clock)
+            self._agreement.refuse(line, error, tensors.x_TD)
+        owned = tensors.owned.to(dtype)
+        loads = self._agreement.gather(line, terms, own, stale=self.store.is_stale(number, owned))
         with line.phase("plan"):
             plan, first = self._book.plan(
                 loads.real_GE,
@@ -403,13 +372,12 @@ class ExpertParallel:
                 layer=number,
                 step=step,
                 microbatch=microbatch,
-                drop=float(drop),
+                drop=drop_now,
                 quota=config.quota,
                 training=train,
             )
-            masked_N = None if mask_T is None else ~mask_T.repeat_interleave(ids_TK.shape[1])
             banks, shipping = self.store.arrange(plan, number, loads.stale)
-            layout = lay_out(plan, pair_L, masked_N, loads.masked_GE, self.rank, banks, shipping)
+            layout = lay_out(plan, own.pair_L, own.masked_N, loads.masked_GE, self.rank, banks, shipping)
         if first:
             self._balance.add(plan)
             if self.trace is not None:
@@ -418,64 +386,14 @@ class ExpertParallel:
             layout=layout,
             line=line,
             store=self.store,
-            recipe=Recipe(
-                activation=activation,
-                selector=config.selector,
-                metric=config.metric,
-                quota=config.quota,
-                router_grad=config.router_grad,
-                save=config.save,
-                error_budget=config.error_budget,
-            ),
-            load_E=plan.lam_GE.sum(0).to(x_TD.device),
-            quota_E=plan.quota_EG.sum(1).to(x_TD.device),
+            recipe=Recipe.of(config, activation),
+            load_E=plan.lam_GE.sum(0).to(tensors.x_TD.device),
+            quota_E=plan.quota_EG.sum(1).to(tensors.x_TD.device),
             position=(seed, step, layer, max(microbatch, 0)),
             gradient_divisor=self.gradient_divisor,
             meter=Meter.find(handle),
             train=train,
             recording=loads.recording,
-            fingerprint=routing_fingerprint(ids_TK),
+            fingerprint=routing_fingerprint(own.ids_TK),
         )
-        out_TD: Tensor = RoutedExperts.apply(  # type: ignore[no-untyped-call]
-            x_TD.to(dtype),
-            alpha_TK.to(torch.promote_types(dtype, torch.float32)),
-            owned.gate_up_proj,
-            owned.down_proj,
-            owned.gate_up_bias,
-            owned.down_bias,
-            mask_T,
-            call,
-        )
-        return out_TD.to(x_TD.dtype)
-
-    def _gather_loads(self, terms: Terms | None, real_E: Tensor, masked_E: Tensor, *, stale: bool = False) -> Loads:
-        options: dict[str, Any] = {"timeout_s": self.timeout_s, "traffic": self.traffic}
-        if not self._met:
-            agree_on_engine(self._description(), self.group, real_E.device, **options)
-            self._met = True
-        return gather_loads(terms, real_E, masked_E, self.group, recording=is_recording(), stale=stale, **options)
-
-    def _refuse(self, x_TD: object, error: Exception) -> NoReturn:
-        """Tells the other ranks, which already wait for this one's loads, and raises ``error``."""
-        device = x_TD.device if isinstance(x_TD, Tensor) else torch.device("cpu")
-        nothing_E = torch.zeros(self.num_experts, dtype=torch.int64, device=device)
-        try:
-            self._gather_loads(None, nothing_E, nothing_E)
-        except RuntimeError as other:
-            raise error from other
-        raise error
-
-    def _description(self) -> dict[str, object]:
-        """What all ranks must have given their engines."""
-        options = {
-            name: value for name, value in vars(self.policy).items() if isinstance(value, int | float | str | None)
-        }
-        if not isinstance(self.policy, ExactPolicy):
-            options = {}  # What is in there may be of this rank alone.
-        options["slots"] = self.policy.slots
-        return {
-            "num_experts": self.num_experts,
-            "policy": f"{self.policy.name!r} with {', '.join(f'{name}={options[name]!r}' for name in sorted(options))}",
-            "storage": self.ownership,
-            "gradient_divisor": self.gradient_divisor,
-        }
+        return run_experts(tensors.x_TD, tensors.topk_weights_TK, owned, tensors.token_mask_T, call)

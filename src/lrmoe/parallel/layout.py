@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.balance.plan import Plan
+from lrmoe.ops.permute import count_per_expert, sort_by_expert
 from lrmoe.parallel.weight_store import Shipping
 
 
@@ -62,10 +63,45 @@ class BankRows:
     offs_S: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnPairs:
+    """What a rank's tokens ask for, before anybody knows where it is computed.
+
+    Attributes:
+        ids_TK: int64, the expert of each pair, or -1.
+        pair_L: int64, the pairs that have an expert, by expert, then pair.
+        masked_N: bool, which of all N = T * K pairs belong to masked tokens; None for none.
+        real_E, masked_E: int64, how many pairs each expert has, of real and of masked tokens.
+    """
+
+    ids_TK: Tensor
+    pair_L: Tensor
+    masked_N: Tensor | None
+    real_E: Tensor
+    masked_E: Tensor
+
+
+def sort_pairs(topk_ids_TK: Tensor, token_mask_T: Tensor | None, num_experts: int) -> OwnPairs:
+    """Sorts and counts the pairs of this rank's tokens, of which ``token_mask_T`` (bool) says which are real."""
+    ids_TK = topk_ids_TK.to(torch.int64)
+    pair_N, count_E = sort_by_expert(ids_TK.reshape(-1), num_experts)
+    masked_N, real_E = None, count_E
+    if token_mask_T is not None:
+        masked_N = ~token_mask_T.repeat_interleave(ids_TK.shape[1])
+        real_E = count_per_expert(torch.where(masked_N, -1, ids_TK.reshape(-1)), num_experts)
+    return OwnPairs(
+        ids_TK=ids_TK,
+        pair_L=pair_N[: int(count_E.sum())],
+        masked_N=masked_N,
+        real_E=real_E,
+        masked_E=count_E - real_E,
+    )
+
+
 def lay_out(
     plan: Plan,
     sorted_pairs: Tensor,
-    masked_TK: Tensor | None,
+    masked_N: Tensor | None,
     masked_GE: Tensor,
     rank: int,
     banks: Sequence[Sequence[int]],
@@ -76,8 +112,8 @@ def lay_out(
     Args:
         plan: for the real pairs of all ranks.
         sorted_pairs: int64, this rank's pairs that have an expert, by expert, then pair.
-        masked_TK: bool, which of this rank's pairs belong to masked tokens, flattened as the pairs are numbered; None
-            for none. They are computed by their expert's first host, outside of the plan.
+        masked_N: bool, which of all this rank's pairs belong to masked tokens; None for none. They are computed by
+            their expert's first host, outside of the plan.
         masked_GE: int64 CPU, masked pairs of each rank for each expert.
         rank: of this process.
         banks: the experts whose weights this rank has at hand, in the order of the weights; between them all experts
@@ -99,7 +135,7 @@ def lay_out(
     order_R = _host_order(rows_GS, expert_S)
     in_order = bool((order_R[1:] > order_R[:-1]).all())
     return Layout(
-        pair_L=_send_order(plan, sorted_pairs, masked_TK, masked_GE[rank], first_host_E, real_EG),
+        pair_L=_send_order(plan, sorted_pairs, masked_N, masked_GE[rank], first_host_E, real_EG),
         send=sent_EG.sum(0).tolist(),
         receive=rows_GS.sum(1).tolist(),
         order_R=None if in_order else order_R.to(device),
@@ -137,7 +173,7 @@ def _host_order(rows_GS: Tensor, expert_S: Tensor) -> Tensor:
 def _send_order(
     plan: Plan,
     sorted_pairs: Tensor,
-    masked_TK: Tensor | None,
+    masked_N: Tensor | None,
     masked_E: Tensor,
     first_host_E: Tensor,
     real_EG: Tensor,
@@ -150,10 +186,10 @@ def _send_order(
     num_ranks, num_experts = plan.lam_GE.shape
     # A rank's real pairs of an expert go to the expert's hosts in ascending rank order, as many to each as it takes.
     real_destination = torch.arange(num_ranks).repeat(num_experts).repeat_interleave(real_EG.reshape(-1)).to(device)
-    if masked_TK is None:
+    if masked_N is None:
         destination = real_destination
     else:
-        masked_L = masked_TK[sorted_pairs]
+        masked_L = masked_N[sorted_pairs]
         destination = first_host_E.repeat_interleave(real_EG.sum(1) + masked_E).to(device)
         destination[~masked_L] = real_destination
     return sorted_pairs[torch.argsort(destination, stable=True)]

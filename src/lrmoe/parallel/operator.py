@@ -89,6 +89,30 @@ class RoutedExperts(torch.autograd.Function):
             return (*backward.run(grad_TD.contiguous()), None, None)
 
 
+def run_experts(x_TD: Tensor, alpha_TK: Tensor, owned: Bank, token_mask_T: Tensor | None, call: Call) -> Tensor:
+    """The outputs (T, D) of this rank's tokens, in their dtype; every rank has to call it, and run its backward.
+
+    Args:
+        x_TD: this rank's tokens.
+        alpha_TK: their routing weights.
+        owned: the weights that this rank owns, in the dtype of the products.
+        token_mask_T: bool, which tokens are real; None for all.
+        call: all else.
+    """
+    dtype = owned.gate_up_proj.dtype
+    out_TD: Tensor = RoutedExperts.apply(  # type: ignore[no-untyped-call]
+        x_TD.to(dtype),
+        alpha_TK.to(torch.promote_types(dtype, torch.float32)),
+        owned.gate_up_proj,
+        owned.down_proj,
+        owned.gate_up_bias,
+        owned.down_bias,
+        token_mask_T,
+        call,
+    )
+    return out_TD.to(x_TD.dtype)
+
+
 def _forward(
     x_TD: Tensor, alpha_TK: Tensor, owned: Bank, call: Call
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:

@@ -1,0 +1,52 @@
+"""The end of a step under a policy that places experts: they move, with all that optimizers keep for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+
+from lrmoe.balance.ownership import HistoryPolicy
+from lrmoe.parallel.expert_parameters import count_slots
+from lrmoe.parallel.placed_store import counted_slots, move
+from lrmoe.parallel.registered_layers import RegisteredLayers
+from lrmoe.parallel.transport import Line
+
+
+class MovingExperts:
+    """The experts of one engine, in the slots of this rank.
+
+    Args:
+        policy: says which expert each slot holds, and what moves.
+        rank: of this process.
+        registered: the parameters, a row a slot.
+    """
+
+    def __init__(self, policy: HistoryPolicy, rank: int, registered: RegisteredLayers) -> None:
+        self._policy = policy
+        self._rank = rank
+        self._registered = registered
+
+    def step(self, optimizers: Sequence[torch.optim.Optimizer], line: Line) -> None:
+        """Lets the policy decide, and moves experts as it says. Communicates.
+
+        Raises:
+            ValueError: if something cannot move along; then nothing has moved, and the policy is where it was.
+        """
+        before = self._policy.state_dict()
+        self._policy.step()
+        moves = {layer: list(of_layer) for layer, of_layer in groupby(self._policy.moves(), key=lambda one: one.layer)}
+        try:
+            tensors = {layer: self._registered.movable(layer, optimizers, self._policy.name) for layer in moves}
+        except ValueError:
+            self._policy.load_state_dict(before)
+            raise
+        for layer in moves:
+            move(line, self._rank, moves[layer], tensors[layer])
+            self.count_slots(layer)
+
+    def count_slots(self, layer: int) -> None:
+        """Says, of a registered layer, which of its slots a norm has to count under the placement in force."""
+        for weight in self._registered.weights(layer):
+            count_slots(weight, counted_slots(self._policy.placement(layer), self._rank))
