@@ -267,6 +267,10 @@ def test_a_folder_in_a_file_s_place_is_a_problem_of_its_run(tmp_path: Path, name
     problems = words(page[page.index('id="problems"') :])
     assert f"odd {name} is a folder, where a file belongs; move it away or delete it" in problems
     assert "2.1167" in row_of(page, "sound")
+    # Where the records are whole the numbers are shown, and only the page is missing.
+    whole = name == "report.html" or (name == "metrics.jsonl" and finished)
+    assert ("Mend what keeps the page of odd from being written" in words(page)) is whole
+    assert ("Mend or remove odd" in words(page)) is not whole
     assert [unescape(link) for link in re.findall(r'<a href="([^"]*)"', markup(page))] == ["sound/report.html"]
     with pytest.raises(ValueError, match=rf"odd/{re.escape(name)} is a folder, where a file belongs"):
         write_report(run)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lrmoe.report import palette
 from lrmoe.report.charts import Figure, layout
-from lrmoe.report.index_entries import Entry, Result
+from lrmoe.report.index_entry import Entry, Result
 from lrmoe.report.text import escape
 from lrmoe.report.verdicts import Verdict, advice, finite_differences
 

@@ -10,7 +10,8 @@ from urllib.parse import quote
 
 from lrmoe.report.frame import Frame, advice, chart, notices, table, tiles, write_page
 from lrmoe.report.index_charts import Group, against_kept, against_time, group, key
-from lrmoe.report.index_entries import DEPTH, Entry, is_run_folder, read_entries
+from lrmoe.report.index_entries import DEPTH, read_entries
+from lrmoe.report.index_entry import Entry
 from lrmoe.report.text import DASH, counted, duration, escape, fixed, percent, whole
 from lrmoe.training.files import check_file
 
@@ -157,6 +158,12 @@ def _advice(entries: Sequence[Entry], groups: Sequence[Group]) -> list[str]:
     broken = [entry for entry in entries if entry.problem is not None]
     if broken:
         said.append(f"Mend or remove {_names(broken)}: what is wrong with each is listed below.")
+    pageless = [entry for entry in entries if entry.page_problem is not None]
+    if pageless:
+        said.append(
+            f"Mend what keeps the page of {_names(pageless)} from being written, as it is listed below, and run lrmoe "
+            "report again."
+        )
     if not said:
         alone = [entry for entry in entries if entry.results]
         if alone:
@@ -369,6 +376,3 @@ def _newest_first(entries: Sequence[Entry]) -> list[Entry]:
 
 def _sortable(text: str) -> str:
     return f'<div class="sortable">{text}</div>'
-
-
-__all__ = ["MARK", "is_run_folder", "link_to", "printable", "write_index_page"]
