@@ -13,7 +13,7 @@ def parallelize(model: nn.Module, ep: ExpertParallel) -> nn.Module:
     """Gives this rank its part of the experts of every :class:`lrmoe.MoE` of ``model``, and runs them through ``ep``.
 
     Every rank calls it on the same model, with the same weights, before the optimizer is made and before DDP or FSDP
-    wraps anything. The parameters keep their names; their first dimension becomes that of ``ep.local_experts``.
+    wraps anything. The parameters keep their names and become what ``ep.local`` gives of them.
     DistributedDataParallel around ``model`` leaves them alone from then on.
 
     Returns:
