@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -119,6 +120,38 @@ def test_resume_refuses_other_settings(short: TrainConfig, tmp_path: Path) -> No
             prepare_comparison(changed, tmp_path / "c", resume=True)
     with pytest.raises(ValueError, match="is not empty"):
         prepare_comparison(comparison(short), tmp_path / "c")
+
+
+def test_damage_is_told_with_its_mend_before_the_rest_is_trained(short: TrainConfig, tmp_path: Path) -> None:
+    config = comparison(short, seeds=(0,), variants=["C0: drop=0"], pretrain_steps=1)
+    out = tmp_path / "c"
+    run(config, out)
+    kept, pretrained = out / "runs" / "C0" / "seed-0", out / "pretrained" / "seed-0"
+    before = {path: path.read_text() for path in (kept / "summary.json", kept / "metrics.jsonl")}
+    for path, content, said in (
+        (kept / "summary.json", "{", "cannot be read as JSON"),
+        (
+            kept / "summary.json",
+            '{"seconds": 3}',
+            r"is damaged or of another version of lrmoe \(eval_loss is missing\)",
+        ),
+        (kept / "metrics.jsonl", "{\n{}\n", "line 1: not valid JSON"),
+        (pretrained / "summary.json", "[]", "must hold one JSON object"),
+    ):
+        path.write_text(content)
+        folder = re.escape(str(path.parent))
+        with pytest.raises(
+            ValueError, match=rf"{path.name}.* {said}.*; delete the folder {folder}, and the run is done"
+        ):
+            prepare_comparison(config, out, resume=True)
+        path.write_text(before.get(path, content))
+    shutil.rmtree(pretrained)
+    # A finished run needs the weights that it began with no longer.
+    prepare_comparison(config, out, resume=True)
+    shutil.copytree(kept, pretrained)
+    (kept / "summary.json").unlink()
+    with pytest.raises(ValueError, match=r"seed-0 has no weights left to go on from; delete the folder .*pretrained"):
+        prepare_comparison(config, out, resume=True)
 
 
 def test_runs_side_by_side_give_what_runs_one_by_one_give(short: TrainConfig, tmp_path: Path) -> None:

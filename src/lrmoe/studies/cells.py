@@ -11,25 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.studies.cell_file import MAYBE_NUMBER, NUMBER, TEXTS, Kind, read_whole, require
-from lrmoe.studies.compare_table import MEANS
+from lrmoe.studies.cell_file import TEXTS
 from lrmoe.studies.jobs import Job, Progress, run_jobs
+from lrmoe.studies.kept_run import check_kept, is_finished, read_kept, read_lines, read_summary
 from lrmoe.training.config import PARALLEL, TrainConfig
-from lrmoe.training.files import check_out_folder, locked, read_records
+from lrmoe.training.files import locked
 
 FOLDER = "cells"
-_FINISHED = "summary.json"
-_SUMMARY: dict[str, Kind] = {
-    "seconds": NUMBER,
-    **dict.fromkeys(MEANS, MAYBE_NUMBER),
-    "diverged_at": MAYBE_NUMBER,
-    "saved_bytes": (
-        "null or an object with the numbers moe and model",
-        lambda value: (
-            value is None or (isinstance(value, dict) and all(NUMBER[1](value.get(k)) for k in ("moe", "model")))
-        ),
-    ),
-}
 # What changes how a run is carried out and not what it gives.
 _NOT_DEFINING = {"threads", "keep_checkpoints", "save_every", "trace", "report_to", *PARALLEL}
 
@@ -66,7 +54,7 @@ class Cell:
 
     def is_finished(self, store: Path) -> bool:
         """Whether the run has its result."""
-        return (self.folder(store) / _FINISHED).exists()
+        return is_finished(self.folder(store))
 
     def summary(self, store: Path) -> dict[str, Any]:
         """What ``summary.json`` of the finished run holds.
@@ -74,39 +62,26 @@ class Cell:
         Raises:
             ValueError: if it is damaged; says how to mend it.
         """
-        return self._read(store, _FINISHED, _SUMMARY)
+        return read_summary(self.folder(store))
 
     def records(self, store: Path) -> list[dict[str, Any]]:
-        """The lines of the run."""
-        return read_records(self.folder(store) / "metrics.jsonl")
+        """The lines of the run; raises as :meth:`summary`."""
+        return read_lines(self.folder(store))
 
     def versions(self, store: Path) -> Mapping[str, str]:
         """What the run was made with; raises as :meth:`summary`."""
-        found: Mapping[str, str] = self._read(store, "config.json", {"versions": TEXTS})["versions"]
+        found: Mapping[str, str] = read_kept(self.folder(store), "config.json", {"versions": TEXTS})["versions"]
         return found
 
     def check(self, store: Path) -> None:
-        """Checks what ``store`` has of the run, whole or in part; writes nothing.
+        """Checks what ``store`` has of the run, finished or interrupted; writes nothing.
 
         Raises:
             ValueError: if it is damaged; says how to mend it.
         """
+        check_kept(self.folder(store))
         if self.is_finished(store):
-            self.summary(store)
             self.versions(store)
-        elif (self.folder(store) / "config.json").exists():
-            try:
-                check_out_folder(self.folder(store), command="train", resume=True, overwrite=False)
-                self.records(store)
-            except ValueError as error:
-                raise ValueError(f"{error}; {self.mend(store)}") from None
-
-    def mend(self, store: Path) -> str:
-        """What a user can do about a damaged run."""
-        return f"delete the folder {self.folder(store)}, and the run is done again"
-
-    def _read(self, store: Path, name: str, kinds: Mapping[str, Kind]) -> dict[str, Any]:
-        return read_whole(self.folder(store) / name, lambda found: require(found, kinds), mend=self.mend(store))
 
 
 def _not_default(config: TrainConfig | LRMoEConfig, *, skip: set[str]) -> dict[str, Any]:

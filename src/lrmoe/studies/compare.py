@@ -11,6 +11,7 @@ from typing import Any
 from lrmoe.config import LRMoEConfig
 from lrmoe.studies.compare_table import footnote, make_rows, markdown
 from lrmoe.studies.jobs import Job, Progress, run_jobs
+from lrmoe.studies.kept_run import check_kept, check_weights, is_finished, read_lines, read_summary
 from lrmoe.studies.variants import Variant
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.files import (
@@ -18,14 +19,11 @@ from lrmoe.training.files import (
     clear_run,
     locked,
     read_json,
-    read_records,
     write_json,
     write_records,
     write_text,
 )
 from lrmoe.training.run import check_same_corpus, check_same_settings, load, versions
-
-_FINISHED = "summary.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +86,7 @@ class PreparedComparison:
     def total_steps(self) -> int:
         """Optimizer steps of all runs that are not finished yet."""
         jobs = [*_pretrain_jobs(self.config, self.out), *_variant_jobs(self.config, self.out)]
-        return sum(job.config.steps for job in jobs if self.overwrite or not _is_finished(job))
+        return sum(job.config.steps for job in jobs if self.overwrite or not is_finished(job.out))
 
 
 def prepare_comparison(
@@ -114,7 +112,20 @@ def prepare_comparison(
                     "settings or give another out"
                 )
         check_same_corpus(stored["corpus"], corpus, out)
+        _check_runs(config, out)
     return PreparedComparison(config=config, out=out, resume=resume, overwrite=overwrite, corpus=corpus)
+
+
+def _check_runs(config: CompareConfig, out: Path) -> None:
+    """Raises ValueError for damage to what there is of the runs, before hours go into what is missing."""
+    for job in _pretrain_jobs(config, out):
+        check_kept(job.out)
+    for job in _variant_jobs(config, out):
+        check_kept(job.out)
+        if is_finished(job.out):
+            read_lines(job.out)
+        elif config.pretrain_steps:
+            check_weights(_pretrained_folder(out, job.config.seed))
 
 
 def compare(prepared: PreparedComparison, *, progress: Progress = lambda *_: None) -> dict[str, Any]:
@@ -136,10 +147,10 @@ def compare(prepared: PreparedComparison, *, progress: Progress = lambda *_: Non
         if not prepared.resume:
             settings = {**config.to_dict(), "corpus": prepared.corpus, "versions": versions()}
             write_json(out / "config.json", {"command": "compare", **settings})
-        pretrain = [job for job in _pretrain_jobs(config, out) if not _is_finished(job)]
+        pretrain = [job for job in _pretrain_jobs(config, out) if not is_finished(job.out)]
         run_jobs(pretrain, parallel=config.jobs, progress=progress)
         runs = _variant_jobs(config, out)
-        run_jobs([job for job in runs if not _is_finished(job)], parallel=config.jobs, progress=progress)
+        run_jobs([job for job in runs if not is_finished(job.out)], parallel=config.jobs, progress=progress)
         for job in runs:
             # A finished run is told by its records; its weights are only needed while it can still be interrupted.
             shutil.rmtree(job.out / "checkpoints", ignore_errors=True)
@@ -152,9 +163,8 @@ def _write_results(config: CompareConfig, out: Path) -> dict[str, Any]:
     for variant in config.variants:
         for seed in config.seeds:
             folder = _run_folder(out, variant, seed)
-            summaries.setdefault(variant.name, []).append(read_json(folder / _FINISHED))
-            records = read_records(folder / "metrics.jsonl")
-            lines += [{"variant": variant.name, "seed": seed, **record} for record in records]
+            summaries.setdefault(variant.name, []).append(read_summary(folder))
+            lines += [{"variant": variant.name, "seed": seed, **record} for record in read_lines(folder)]
     rows = make_rows(summaries, config.baseline)
     note = footnote(rows, config.baseline, memorized=config.train.memorize_bytes)
     summary = {
@@ -212,7 +222,3 @@ def _variant_jobs(config: CompareConfig, out: Path) -> list[Job]:
 def _worker_config(config: CompareConfig, seed: int) -> TrainConfig:
     threads = config.train.threads or (1 if config.jobs > 1 else None)
     return replace(config.train, seed=seed, threads=threads, keep_checkpoints=1)
-
-
-def _is_finished(job: Job) -> bool:
-    return (job.out / _FINISHED).exists()

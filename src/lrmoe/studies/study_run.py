@@ -15,9 +15,9 @@ from lrmoe.studies import ablation, error_budget, quota_spread, recipes, router_
 from lrmoe.studies.cells import Cell, missing, run_cells, steps_of
 from lrmoe.studies.grid import Comparison, GridStudy, Rows, table
 from lrmoe.studies.jobs import Progress
+from lrmoe.studies.kept_run import check_weights
 from lrmoe.studies.results import StudyResult, markdown
 from lrmoe.studies.study_config import StudyConfig
-from lrmoe.training.checkpoints import newest_checkpoint
 from lrmoe.training.files import (
     check_can_be_made,
     check_entries,
@@ -51,9 +51,8 @@ def check(study: GridStudy, config: StudyConfig, out: Path, store: Path) -> None
     for cell in cells:
         cell.check(store)
     for cell in missing(cells, store):
-        start = cell.start
-        if start is not None and start.is_finished(store) and newest_checkpoint(start.folder(store)) is None:
-            raise ValueError(f"{start.folder(store)} has no weights left to go on from; {start.mend(store)}")
+        if cell.start is not None:
+            check_weights(cell.start.folder(store))
     check_runs(cells, config)
 
 
