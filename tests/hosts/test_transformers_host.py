@@ -437,6 +437,21 @@ def test_a_part_of_an_attached_model_cannot_be_attached_again() -> None:
         lrmoe.attach(model.model.layers[0], DROP)
 
 
+def test_a_model_whose_experts_cannot_share_an_engine_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(layers: list[object]) -> None:
+        raise ValueError("different numbers of experts")
+
+    model = build("qwen3_moe")
+    layers = list(experts_of(model).values())
+    configs = [layer.config for layer in layers]
+    spread = SimpleNamespace(of_module=lambda _: SimpleNamespace(chosen=False), share_engine=refuse)
+    monkeypatch.setattr(host, "transformers_ep", spread)
+    with pytest.raises(ValueError, match="different numbers of experts"):
+        lrmoe.attach(model, DROP)
+    assert all(layer.config is config for layer, config in zip(layers, configs, strict=True))
+    assert not any(hasattr(layer, "lrmoe_control") for layer in layers)
+
+
 def test_frozen_experts_pass_the_gradient_through() -> None:
     model = build("mixtral")
     for experts in experts_of(model).values():
