@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lrmoe import LRMoEConfig
+from lrmoe.studies.catalog import run_named
 from lrmoe.studies.cells import Cell, missing, run_cells, steps_of
 from lrmoe.studies.compare_table import MEANS
 from lrmoe.studies.quota_spread import STUDY
@@ -158,6 +159,26 @@ def test_a_run_whose_weights_are_gone_is_told_before_others_go_on_from_it(small:
         ValueError, match=r"has no weights left to go on from; delete the folder .*, and the run is done"
     ):
         check(STUDY, config, tmp_path / "out", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "said"),
+    [
+        ("quota", "report.html", r"report\.html is a folder, where a file belongs"),
+        ("quota", "summary.json", r"summary\.json is a folder, where a file belongs"),
+        ("anatomy", "table.md", r"table\.md is a folder, where a file belongs"),
+        ("time_to_loss", "cells", r"cells='.*' cannot be made: '.*' is a file"),
+    ],
+)
+def test_what_a_study_would_trip_over_at_its_end_is_told_first(
+    small: TrainConfig, tmp_path: Path, name: str, entry: str, said: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"command": "study", "study": name}))
+    (tmp_path / entry).write_text("") if entry == "cells" else (tmp_path / entry).mkdir()
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=said):
+        run_named(name, {"text": small.text, "steps": 20, "seq": 16}, tmp_path, store=tmp_path / "store")
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_what_a_kill_leaves_of_a_file_does_not_keep_a_run_from_being_done(small: TrainConfig, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from lrmoe.studies import anatomy, anatomy_tables, time_to_loss, time_to_loss_table
 from lrmoe.studies.anatomy import AnatomyConfig
+from lrmoe.studies.cells import FOLDER
 from lrmoe.studies.grid import GridStudy
 from lrmoe.studies.jobs import Progress
 from lrmoe.studies.results import StudyResult
@@ -27,7 +28,7 @@ from lrmoe.studies.study_run import (
     write_result,
 )
 from lrmoe.studies.time_to_loss import TimeToLossConfig
-from lrmoe.training.files import locked
+from lrmoe.training.files import check_can_be_made, locked
 
 Config = TypeVar("Config", AnatomyConfig, TimeToLossConfig)
 # Carries a study out: settings as a user gives them, its folder, that of shared runs, runs at a time, a display.
@@ -101,6 +102,7 @@ def _alone(study: _Alone[Config]) -> Entry:
     def run(given: Mapping[str, Any], out: Path, store: Path, jobs: int, watch: Watch | None) -> StudyResult:
         config = study.configure(given)
         check_folder(study.name, out)
+        check_can_be_made(out / FOLDER, field="cells")
         study.check(config, out)
         out.mkdir(parents=True, exist_ok=True)
         with locked(out):
