@@ -80,7 +80,8 @@ class ExpertParallel:
         traffic: bytes sent to other ranks, by purpose, since :meth:`metrics` was last read.
 
     Raises:
-        ValueError: if the group has more ranks than there are experts, or an argument is out of range.
+        ValueError: if the group has more ranks than there are experts, or an argument is out of range; for
+            ``remainder="mean"``, which one device alone has.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class ExpertParallel:
         if isinstance(policy, HistoryPolicy):
             policy.prepare(self.num_experts, self.size)
         self.policy = policy
-        self.config = require_config(config)
+        self.config = _require_no_remainder(require_config(config))
         divisor = float(require_number("gradient_divisor", gradient_divisor))
         if not 0 < divisor < math.inf:
             raise ValueError(f"gradient_divisor={gradient_divisor!r} must be > 0 and finite, e.g. the number of ranks")
@@ -363,6 +364,7 @@ class ExpertParallel:
         seed, step, microbatch = clock.position_3.tolist()
         layer, handle = identity_2.tolist()
         try:
+            _require_no_remainder(config)
             dtype, train = check_call(tensors, activation, self.store, num_experts=self.num_experts, rank=self.rank)
             number = self._number(layer, tensors[3])
             ids_TK = ids_TK.to(torch.int64)
@@ -423,6 +425,7 @@ class ExpertParallel:
                 quota=config.quota,
                 router_grad=config.router_grad,
                 save=config.save,
+                remainder="none",
                 error_budget=config.error_budget,
             ),
             load_E=plan.lam_GE.sum(0).to(x_TD.device),
@@ -477,3 +480,12 @@ class ExpertParallel:
             "storage": self.ownership,
             "gradient_divisor": self.gradient_divisor,
         }
+
+
+def _require_no_remainder(config: LRMoEConfig) -> LRMoEConfig:
+    if config.remainder != "none":
+        raise ValueError(
+            f"remainder={config.remainder!r} is for experts on one device: the sums it needs do not travel "
+            'between ranks; use remainder="none" with expert parallelism'
+        )
+    return config

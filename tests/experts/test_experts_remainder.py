@@ -1,0 +1,152 @@
+"""The row that stands for dropped pairs: against plain loops, and that it leaves sampling unbiased.
+
+T tokens, K choices, E experts, D model width, F expert width.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from experts.problem import Problem, Result, assert_equal, error, expected, live_pairs, make, run
+from torch import Tensor
+
+from lrmoe import LRMoEConfig
+from lrmoe.experts import activations
+
+WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
+
+
+def operands(problem: Problem, expert: int) -> tuple[Tensor, ...]:
+    """(t, k) places of an expert's real pairs, their x, phi and slopes in the layout of the up projection, fp64."""
+    places = ((problem.ids_TK == expert) & live_pairs(problem)).nonzero()
+    x = problem.x_TD.double()[places[:, 0]]
+    h = x @ problem.gate_up_proj[expert].double().T
+    h = h if problem.gate_up_bias is None else h + problem.gate_up_bias[expert].double()
+    h.requires_grad_()
+    act = activations.get(problem.activation)
+    phi = act.forward(*act.split(h))
+    (slope,) = torch.autograd.grad(phi.sum(), h)
+    return places, x, phi.detach(), slope
+
+
+def completed(problem: Problem, weight_TK: Tensor) -> Result:
+    """The reference's gradients and, for each expert, one more row with the mean operands of all its pairs."""
+    result = expected(problem, weight_TK)
+    act = activations.get(problem.activation)
+    for expert in range(problem.num_experts):
+        places, x, phi, slope = operands(problem, expert)
+        if not len(places):
+            continue
+        t, k = places.unbind(1)
+        share = problem.alpha_TK.double()[t, k] * (1 - weight_TK.double()[t, k])
+        missing = (share.unsqueeze(1) * problem.grad_TD.double()[t]).sum(0)
+        dh = slope.mean(0)
+        for half in act.split(dh):
+            half.mul_(missing @ problem.down_proj[expert].double())
+        rows = {
+            "down_proj": torch.outer(missing, phi.mean(0)),
+            "gate_up_proj": torch.outer(dh, x.mean(0)),
+            "down_bias": missing,
+            "gate_up_bias": dh,
+        }
+        for name in rows.keys() & result.grads.keys():
+            result.grads[name][expert] += rows[name]
+    return result
+
+
+def recorded(result: Result) -> Any:
+    assert result.call is not None
+    return result.call
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "biases": {"bias": True},
+    "interleaved": {"activation": "clamped_swiglu(alpha=1.702,limit=0.8)|interleaved", "bias": True},
+    "gelu": {"activation": "gelu"},
+    "masked tokens": {"mask_T": torch.arange(17) % 3 != 0, "bias": True},
+    "pairs without an expert": {"ids_TK": torch.tensor([[0, -1], [-1, -1], [3, 1], [-1, 2], [0, 1], [0, 3]])},
+    "empty experts": {"ids_TK": torch.full((11, 1), 3)},
+    "a token twice in an expert": {"ids_TK": torch.tensor([[0, 0], [1, 2], [4, 4], [0, 0]])},
+    "nothing": {"ids_TK": torch.full((4, 2), -1)},
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_the_weights_get_one_more_row_of_means(case: str) -> None:
+    problem = make(**CASES[case])
+    for save, quota, selector in itertools.product(
+        ("preactivation", "input"), ("expert", "level"), ("topq", "pps", "random")
+    ):
+        config = LRMoEConfig(drop=0.6, selector=selector, quota=quota, save=save, remainder="mean", router_grad="exact")
+        found = run(problem, config)
+        # Weights are recorded in fp32; topq's are 1.
+        tolerance = 1e-10 if selector == "topq" else 1e-6
+        assert_equal(found, completed(problem, recorded(found).weight_TK), tolerance)
+
+
+def test_pairs_are_scored_by_their_distance_from_the_mean() -> None:
+    problem = make(tokens=30)
+    call = recorded(run(problem, LRMoEConfig(drop=0.5, selector="topq", remainder="mean")))
+    for expert in range(problem.num_experts):
+        places, _, phi, _ = operands(problem, expert)
+        t, k = places.unbind(1)
+        g = problem.alpha_TK[t, k] * problem.grad_TD[t].norm(dim=1)
+        assert torch.allclose(call.importance_TK[t, k], (g * (phi - phi.mean(0)).norm(dim=1)).square(), rtol=1e-9)
+    # Other metrics look at something else.
+    plain, completed_too = (
+        recorded(run(problem, LRMoEConfig(drop=0.5, selector="topq", metric="alpha_grad", remainder=remainder)))
+        for remainder in ("none", "mean")
+    )
+    assert torch.equal(plain.kept_TK, completed_too.kept_TK)
+
+
+def test_without_drop_nothing_changes() -> None:
+    problem = make(dtype=torch.float32, bias=True)
+    plain, found = (run(problem, LRMoEConfig(drop=0.0, remainder=remainder)) for remainder in ("none", "mean"))
+    assert all(torch.equal(found.grads[name], grad) for name, grad in plain.grads.items())
+
+
+def test_the_mean_over_draws_is_the_exact_gradient_and_the_error_smaller() -> None:
+    problem = make(tokens=60, experts=3, bias=True, seed=3)
+    # Inputs with something in common, as they have in a model.
+    problem.x_TD.add_(1.5)
+    exact = expected(problem)
+    draws, errors = 80, {}
+    for remainder in ("none", "mean"):
+        total = {name: torch.zeros_like(grad) for name, grad in exact.grads.items()}
+        squares = dict.fromkeys(WEIGHTS, 0.0)
+        for step in range(draws):
+            found = run(problem, LRMoEConfig(drop=0.5, router_grad="exact", remainder=remainder), step=step)
+            for name, grad in found.grads.items():
+                total[name] += grad / draws
+            for name in WEIGHTS:
+                squares[name] += float((found.grads[name] - exact.grads[name]).square().sum()) / draws
+        for name in WEIGHTS:
+            bias = float((total[name] - exact.grads[name]).square().sum())
+            # The mean of `draws` has the variance of one over their number, if there is nothing else in it.
+            assert bias <= 2.0 * squares[name] / draws + 1e-20, (remainder, name)
+        errors[remainder] = squares
+    assert errors["mean"]["down_proj"] < 0.8 * errors["none"]["down_proj"]
+    assert errors["mean"]["gate_up_proj"] < 0.9 * errors["none"]["gate_up_proj"]
+    # The bias of the down projection adds up alpha g itself: nothing of it is missing.
+    assert errors["mean"]["down_bias"] < 1e-20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_dtype(dtype: torch.dtype) -> None:
+    problem = make(dtype=dtype, bias=True, tokens=40)
+    found = run(problem, LRMoEConfig(drop=0.5, selector="topq", remainder="mean", router_grad="exact"))
+    wanted = completed(problem, recorded(found).weight_TK)
+    for name, grad in found.grads.items():
+        assert grad.dtype == (torch.float32 if name == "topk_weights_TK" else dtype)
+        assert error(grad, wanted.grads[name]) < (1e-5 if dtype == torch.float32 else 0.05), name
+
+
+def test_a_gradient_that_overflowed_is_seen() -> None:
+    problem = make(dtype=torch.float32)
+    problem.grad_TD[3, 2] = torch.inf
+    found = run(problem, LRMoEConfig(drop=0.5, remainder="mean"))
+    assert not found.grads["down_proj"].isfinite().all()
