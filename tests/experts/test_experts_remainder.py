@@ -10,51 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from experts.problem import Problem, Result, assert_equal, error, expected, live_pairs, make, run
+from cases.fixtures import poisoned_memory
+from experts.completion import completed, operands
+from experts.problem import Result, assert_equal, error, expected, make, run
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+import lrmoe
 from lrmoe import LRMoEConfig
-from lrmoe.experts import activations
 
 WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
-
-
-def operands(problem: Problem, expert: int) -> tuple[Tensor, ...]:
-    """(t, k) places of an expert's real pairs, their x, phi and slopes in the layout of the up projection, fp64."""
-    places = ((problem.ids_TK == expert) & live_pairs(problem)).nonzero()
-    x = problem.x_TD.double()[places[:, 0]]
-    h = x @ problem.gate_up_proj[expert].double().T
-    h = h if problem.gate_up_bias is None else h + problem.gate_up_bias[expert].double()
-    h.requires_grad_()
-    act = activations.get(problem.activation)
-    phi = act.forward(*act.split(h))
-    (slope,) = torch.autograd.grad(phi.sum(), h)
-    return places, x, phi.detach(), slope
-
-
-def completed(problem: Problem, weight_TK: Tensor) -> Result:
-    """The reference's gradients and, for each expert, one more row with the mean operands of all its pairs."""
-    result = expected(problem, weight_TK)
-    act = activations.get(problem.activation)
-    for expert in range(problem.num_experts):
-        places, x, phi, slope = operands(problem, expert)
-        if not len(places):
-            continue
-        t, k = places.unbind(1)
-        share = problem.alpha_TK.double()[t, k] * (1 - weight_TK.double()[t, k])
-        missing = (share.unsqueeze(1) * problem.grad_TD.double()[t]).sum(0)
-        dh = slope.mean(0)
-        for half in act.split(dh):
-            half.mul_(missing @ problem.down_proj[expert].double())
-        rows = {
-            "down_proj": torch.outer(missing, phi.mean(0)),
-            "gate_up_proj": torch.outer(dh, x.mean(0)),
-            "down_bias": missing,
-            "gate_up_bias": dh,
-        }
-        for name in rows.keys() & result.grads.keys():
-            result.grads[name][expert] += rows[name]
-    return result
 
 
 def recorded(result: Result) -> Any:
@@ -145,8 +110,51 @@ def test_every_dtype(dtype: torch.dtype) -> None:
         assert error(grad, wanted.grads[name]) < (1e-5 if dtype == torch.float32 else 0.05), name
 
 
-def test_a_gradient_that_overflowed_is_seen() -> None:
-    problem = make(dtype=torch.float32)
+def test_a_gradient_that_overflowed_is_seen_where_it_belongs() -> None:
+    problem = make(dtype=torch.float32, mask_T=torch.arange(17) != 5)
     problem.grad_TD[3, 2] = torch.inf
+    # Of a masked token nothing counts.
+    problem.grad_TD[5], problem.x_TD[5] = torch.nan, torch.nan
     found = run(problem, LRMoEConfig(drop=0.5, remainder="mean"))
-    assert not found.grads["down_proj"].isfinite().all()
+    for expert in range(problem.num_experts):
+        assert found.grads["down_proj"][expert].isfinite().all() == (expert not in problem.ids_TK[3])
+
+
+@pytest.mark.parametrize("mask_T", [None, torch.arange(17) % 3 != 0])
+def test_memory_that_nobody_wrote_is_never_read(mask_T: Tensor | None) -> None:
+    holes_TK = torch.where(torch.arange(34).view(17, 2) % 7 == 0, -1, make().ids_TK)
+    problem = make(ids_TK=holes_TK, mask_T=mask_T, bias=True)
+    config = LRMoEConfig(drop=0.5, remainder="mean")
+    plain = run(problem, config)
+    with poisoned_memory():
+        again = run(problem, config)
+    assert all(torch.equal(again.grads[name], grad) for name, grad in plain.grads.items())
+
+
+@pytest.mark.parametrize("save", ["preactivation", "input"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputed_forwards_change_no_bit(save: Any, use_reentrant: bool) -> None:
+    problem = make(dtype=torch.float32, bias=True)
+    config = LRMoEConfig(drop=0.5, save=save, remainder="mean")
+    plain, leaves = run(problem, config), problem.leaves()
+
+    def layer(x_TD: Tensor, alpha_TK: Tensor) -> Tensor:
+        given = {**leaves, "x_TD": x_TD, "topk_weights_TK": alpha_TK}
+        return lrmoe.routed_experts(topk_ids_TK=problem.ids_TK, config=config, **given)
+
+    out_TD = checkpoint(layer, leaves["x_TD"], leaves["topk_weights_TK"], use_reentrant=use_reentrant)
+    out_TD.backward(problem.grad_TD)
+    assert all(torch.equal(leaf.grad, plain.grads[name]) for name, leaf in leaves.items())
+
+
+def test_frozen_weights_get_nothing_and_the_input_what_it_got() -> None:
+    problem = make(dtype=torch.float32)
+    config = LRMoEConfig(drop=0.5, metric="alpha_grad", remainder="mean")
+    leaves = problem.leaves()
+    for name in ("gate_up_proj", "down_proj"):
+        leaves[name].requires_grad_(False)
+    out_TD = lrmoe.routed_experts(topk_ids_TK=problem.ids_TK, config=config, **leaves)
+    out_TD.backward(problem.grad_TD)
+    plain = run(problem, LRMoEConfig(drop=0.5, metric="alpha_grad"))
+    assert torch.equal(leaves["x_TD"].grad, plain.grads["x_TD"])
+    assert leaves["down_proj"].grad is None

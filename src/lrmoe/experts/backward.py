@@ -158,12 +158,11 @@ def _gradients(
 
 
 def _remainder(grad_TD: Tensor, saved: Saved, ordered: _Ordered) -> Completion:
-    num_experts, top_k = saved.load_E.numel(), saved.alpha_TK.shape[1]
-    segments = ordered.segments
-    alpha_N = torch.where(segments.live_N, saved.alpha_TK.reshape(-1)[ordered.pair_N], 0.0)
-    expert_N = segments.of_N.clamp(max=num_experts - 1)
-    grad_ED = summed_gradients(grad_TD, alpha_N, ordered.pair_N // top_k, expert_N, num_experts)
-    return Completion(grad_ED, Means.unpacked(saved.means_EX, saved.bank.down_proj.shape[2]))
+    alpha_N = saved.alpha_TK.reshape(-1)[ordered.pair_N]
+    token_N = ordered.pair_N // saved.alpha_TK.shape[1]
+    # The last group is nobody's.
+    grad_SD = summed_gradients(grad_TD, alpha_N, token_N, ordered.segments.count_S)
+    return Completion(grad_SD[:-1], Means.unpacked(saved.means_EX, saved.bank.down_proj.shape[2]))
 
 
 def _router_gradient(

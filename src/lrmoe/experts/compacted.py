@@ -130,8 +130,9 @@ def forward_rows(
     phi_RF, phi_sq_R = glu_forward(h_R2F, act, live=live, norms=norms and counted_R is None)
     means = None
     if counted_R is not None:
-        means = mean_operands(x_RD, h_R2F, counted_R, offs_E.numel(), act)
+        means = mean_operands(x_RD, h_R2F, phi_RF, counted_R, offs_E.numel(), act)
         phi_sq_R = distances(phi_RF, means, counted_R)
+        del x_RD
     h_R2F = h_R2F if keep_h else h_R2F.new_empty(0, h_R2F.shape[1])
     y_RD = grouped_mm(phi_RF, bank.down_proj.transpose(1, 2), offs_E)
     del phi_RF

@@ -217,6 +217,7 @@ def _forward(
     num_experts, top_k = gate_up_proj.shape[0], ids_TK.shape[1]
     key_5 = torch.cat([position_3, identity_2])
     on_cpu = x_TD.device.type == "cpu"
+    with_means = train and remainder == "mean"
     stopwatch = Stopwatch(Meter.find(int(key_5[4])) if train else None, "forward_seconds", on_cpu)
     # The operands have autocast's dtype already; inside, it would round what is meant to be fp32.
     with stopwatch, without_autocast(x_TD.device):
@@ -233,10 +234,14 @@ def _forward(
             live=live,
             norms=train,
             keep_h=train and save == "preactivation",
-            counted_R=counted_experts(ids_TK, token_mask_T, pair_N) if train and remainder == "mean" else None,
+            # While nothing is dropped nothing is missing.
+            counted_R=counted_experts(ids_TK, token_mask_T, pair_N) if with_means and float(drop) > 0 else None,
         )
         h_N2F, phi_sq_N = rows.h_R2F, rows.phi_sq_R
-        means_EX = phi_sq_N.new_empty(0) if rows.means is None else rows.means.packed()
+        if rows.means is None:
+            means_EX = phi_sq_N.new_zeros((num_experts, x_TD.shape[1] + 3 * down_proj.shape[2]) if with_means else 0)
+        else:
+            means_EX = rows.means.packed()
         out_TD = weighted_combine(rows.y_RD, alpha_TK, pair_N, offs_E[-1])
         del rows
         # The caller may change his output in place; only the sum rule reads it in the backward.

@@ -19,11 +19,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lrmoe.experts.activations import Activation
 from lrmoe.ops.glu import blocks
-from lrmoe.ops.grouped_mm import grouped_sum
+from lrmoe.ops.permute import count_per_expert
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,36 +56,36 @@ class Completion:
 
     def missing(self, grad_MD: Tensor, scale_M: Tensor, offs_E: Tensor) -> Completion:
         """What the kept rows, each times ``scale_M``, miss of the sum."""
-        kept_ED = grouped_sum(grad_MD.to(scale_M.dtype) * scale_M.unsqueeze(1), offs_E)
+        row_M = torch.arange(scale_M.numel(), device=scale_M.device)
+        kept_ED = summed_gradients(grad_MD, scale_M, row_M, torch.diff(offs_E, prepend=offs_E.new_zeros(1)))
         return Completion(self.grad_ED - kept_ED, self.means)
 
 
-def mean_operands(x_RD: Tensor, h_R2F: Tensor, expert_R: Tensor, num_experts: int, activation: Activation) -> Means:
+def mean_operands(
+    x_RD: Tensor, h_R2F: Tensor, phi_RF: Tensor, expert_R: Tensor, num_experts: int, activation: Activation
+) -> Means:
     """The means over each expert's rows; 0 for an expert without.
 
     Args:
-        x_RD, h_R2F: inputs and up projections of the rows.
+        x_RD, h_R2F, phi_RF: inputs, up projections and activations of the rows.
         expert_R: int64, the rows' experts; -1 for a row that does not count.
     """
     dtype = torch.promote_types(h_R2F.dtype, torch.float32)
-    expert_R = torch.where(expert_R < 0, num_experts, expert_R)
-    width = h_R2F.shape[1] // 2
+    width = phi_RF.shape[1]
     # One more place for what does not count.
-    x_SD, phi_SF, slope_S2F, count_S = (
+    place_R = torch.where(expert_R < 0, num_experts, expert_R)
+    x_SD, phi_SF, gate_SF, up_SF = (
         torch.zeros(num_experts + 1, size, dtype=dtype, device=h_R2F.device)
-        for size in (x_RD.shape[1], width, 2 * width, 1)
+        for size in (x_RD.shape[1], width, width, width)
     )
-    for rows in blocks(expert_R.numel(), width, h_R2F.device):
-        h = h_R2F[rows].to(dtype)
-        gate, up = activation.split(h)
-        phi, dgate, dup = activation.backward(gate, up, torch.ones_like(gate))
-        slope = torch.empty_like(h)
-        for half, values in zip(activation.split(slope), (dgate, dup), strict=True):
-            half.copy_(values)
-        for total, values in ((x_SD, x_RD[rows].to(dtype)), (phi_SF, phi), (slope_S2F, slope)):
-            total.index_add_(0, expert_R[rows], values)
-        count_S.index_add_(0, expert_R[rows], torch.ones_like(values[:, :1]))
-    count_E1 = count_S[:-1].clamp_(min=1)
+    for rows in blocks(place_R.numel(), width, h_R2F.device):
+        gate, up = activation.slopes(*activation.split(h_R2F[rows].to(dtype)))
+        for total, values in ((x_SD, x_RD[rows]), (phi_SF, phi_RF[rows]), (gate_SF, gate), (up_SF, up)):
+            total.index_add_(0, place_R[rows], values.to(dtype))
+    slope_S2F = phi_SF.new_empty(num_experts + 1, 2 * width)
+    for half, total in zip(activation.split(slope_S2F), (gate_SF, up_SF), strict=True):
+        half.copy_(total)
+    count_E1 = count_per_expert(expert_R, num_experts).clamp_(min=1).unsqueeze(1)
     return Means(*(total[:-1] / count_E1 for total in (x_SD, phi_SF, slope_S2F)))
 
 
@@ -94,15 +95,24 @@ def distances(phi_RF: Tensor, means: Means, expert_R: Tensor) -> Tensor:
     distance_R = torch.empty(phi_RF.shape[0], dtype=dtype, device=phi_RF.device)
     expert_R = expert_R.clamp(min=0)
     for rows in blocks(phi_RF.shape[0], phi_RF.shape[1], phi_RF.device):
-        distance_R[rows] = (phi_RF[rows].to(dtype) - means.phi_EF[expert_R[rows]]).square_().sum(1)
+        from_mean = means.phi_EF.index_select(0, expert_R[rows]).sub_(phi_RF[rows])
+        distance_R[rows] = from_mean.square_().sum(1)
     return distance_R
 
 
-def summed_gradients(grad_TD: Tensor, alpha_N: Tensor, token_N: Tensor, expert_N: Tensor, num_experts: int) -> Tensor:
-    """(E, D): the sum of alpha g over each expert's pairs, fp32 or better, without gathering a row for each pair."""
-    share_ET = alpha_N.new_zeros(num_experts, grad_TD.shape[0])
-    share_ET.index_put_((expert_N, token_N), alpha_N, accumulate=True)
-    return share_ET @ grad_TD.to(alpha_N.dtype)
+def summed_gradients(grad_TD: Tensor, alpha_N: Tensor, token_N: Tensor, count_S: Tensor) -> Tensor:
+    """(S, D): sums of alpha g over pairs that lie group by group, fp32 or better, without a row for each pair.
+
+    Args:
+        grad_TD: arriving gradients of the tokens.
+        alpha_N: routing weights of the pairs, fp32 or better.
+        token_N: int64, their tokens.
+        count_S: int64, how many pairs each group has; their sum is N.
+    """
+    if not token_N.numel():
+        return alpha_N.new_zeros(count_S.numel(), grad_TD.shape[1])
+    start_S = count_S.cumsum(0) - count_S
+    return F.embedding_bag(token_N, grad_TD.to(alpha_N.dtype), start_S, mode="sum", per_sample_weights=alpha_N)
 
 
 def complete(
@@ -132,4 +142,10 @@ def complete(
 
 
 def _add_outer(total_EXY: Tensor, a_EX: Tensor, b_EY: Tensor) -> None:
-    total_EXY += (a_EX.unsqueeze(2) * b_EY.unsqueeze(1)).to(total_EXY.dtype)
+    if total_EXY.dtype != a_EX.dtype and total_EXY.device.type == "cpu":
+        # As below, but an expert at a time, which stays in a cache.
+        for total_XY, a_X, b_Y in zip(total_EXY, a_EX, b_EY, strict=True):
+            total_XY.copy_(torch.addr(total_XY.to(a_X.dtype), a_X, b_Y))
+    else:
+        # Half precision is added to in fp32 and rounded once.
+        total_EXY.addcmul_(a_EX.unsqueeze(2), b_EY.unsqueeze(1))

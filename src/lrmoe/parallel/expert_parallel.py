@@ -33,6 +33,7 @@ from lrmoe.parallel.operator import RoutedExperts
 from lrmoe.parallel.placed_store import PlacedStore, counted_slots, move
 from lrmoe.parallel.plan_book import PlanBook
 from lrmoe.parallel.registered_layers import RegisteredLayers
+from lrmoe.parallel.remainder import GradientSums
 from lrmoe.parallel.sharded_store import ShardedStore
 from lrmoe.parallel.transport import Line
 from lrmoe.parallel.weight_store import WeightStore
@@ -80,8 +81,7 @@ class ExpertParallel:
         traffic: bytes sent to other ranks, by purpose, since :meth:`metrics` was last read.
 
     Raises:
-        ValueError: if the group has more ranks than there are experts, or an argument is out of range; for
-            ``remainder="mean"``, which one device alone has.
+        ValueError: if the group has more ranks than there are experts, or an argument is out of range.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ExpertParallel:
         if isinstance(policy, HistoryPolicy):
             policy.prepare(self.num_experts, self.size)
         self.policy = policy
-        self.config = _require_no_remainder(require_config(config))
+        self.config = require_config(config)
         divisor = float(require_number("gradient_divisor", gradient_divisor))
         if not 0 < divisor < math.inf:
             raise ValueError(f"gradient_divisor={gradient_divisor!r} must be > 0 and finite, e.g. the number of ranks")
@@ -364,7 +364,6 @@ class ExpertParallel:
         seed, step, microbatch = clock.position_3.tolist()
         layer, handle = identity_2.tolist()
         try:
-            _require_no_remainder(config)
             dtype, train = check_call(tensors, activation, self.store, num_experts=self.num_experts, rank=self.rank)
             number = self._number(layer, tensors[3])
             ids_TK = ids_TK.to(torch.int64)
@@ -414,6 +413,8 @@ class ExpertParallel:
             self._balance.add(plan)
             if self.trace is not None:
                 self.trace(layer, step, max(microbatch, 0), plan.lam_GE)
+        # While nothing is dropped nothing is missing.
+        remainder = config.remainder if float(drop) > 0 else "none"
         call = Call(
             layout=layout,
             line=line,
@@ -425,7 +426,7 @@ class ExpertParallel:
                 quota=config.quota,
                 router_grad=config.router_grad,
                 save=config.save,
-                remainder="none",
+                remainder=remainder,
                 error_budget=config.error_budget,
             ),
             load_E=plan.lam_GE.sum(0).to(x_TD.device),
@@ -436,6 +437,8 @@ class ExpertParallel:
             train=train,
             recording=loads.recording,
             fingerprint=routing_fingerprint(ids_TK),
+            masked=bool(loads.masked_GE.any()),
+            sums=GradientSums.of(plan, self.rank, banks, x_TD.device) if train and remainder == "mean" else None,
         )
         out_TD: Tensor = RoutedExperts.apply(  # type: ignore[no-untyped-call]
             x_TD.to(dtype),
@@ -480,12 +483,3 @@ class ExpertParallel:
             "storage": self.ownership,
             "gradient_divisor": self.gradient_divisor,
         }
-
-
-def _require_no_remainder(config: LRMoEConfig) -> LRMoEConfig:
-    if config.remainder != "none":
-        raise ValueError(
-            f"remainder={config.remainder!r} is for experts on one device: the sums it needs do not travel "
-            'between ranks; use remainder="none" with expert parallelism'
-        )
-    return config
