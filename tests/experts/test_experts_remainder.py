@@ -12,12 +12,13 @@ import pytest
 import torch
 from cases.fixtures import poisoned_memory
 from experts.completion import completed, operands
-from experts.problem import Result, assert_equal, error, expected, make, run
+from experts.problem import Result, assert_equal, error, expected, live_pairs, make, run
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import lrmoe
 from lrmoe import LRMoEConfig
+from lrmoe.experts.reference import reference_experts
 
 WEIGHTS = ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias")
 
@@ -52,6 +53,26 @@ def test_the_weights_get_one_more_row_of_means(case: str) -> None:
         assert_equal(found, completed(problem, recorded(found).weight_TK), tolerance)
 
 
+@pytest.mark.parametrize("case", ["biases", "interleaved", "masked tokens", "empty experts"])
+def test_the_reference_has_the_row_of_means_too(case: str) -> None:
+    problem = make(**CASES[case])
+    weight_TK = torch.rand(problem.ids_TK.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 2
+    weight_TK[::3] = 0
+    weight_TK = weight_TK * live_pairs(problem)
+    wanted, leaves = completed(problem, weight_TK), problem.leaves()
+    out_TD = reference_experts(
+        topk_ids_TK=problem.ids_TK,
+        activation=problem.activation,
+        pair_weight_TK=weight_TK,
+        live_TK=live_pairs(problem),
+        remainder="mean",
+        **leaves,
+    )
+    grads = torch.autograd.grad(out_TD, list(leaves.values()), problem.grad_TD)
+    found = Result(out_TD=out_TD.detach(), grads=dict(zip(leaves, grads, strict=True)))
+    assert_equal(found, wanted, 1e-12)
+
+
 def test_pairs_are_scored_by_their_distance_from_the_mean() -> None:
     problem = make(tokens=30)
     call = recorded(run(problem, LRMoEConfig(drop=0.5, selector="topq", remainder="mean")))
@@ -79,7 +100,7 @@ def test_the_mean_over_draws_is_the_exact_gradient_and_the_error_smaller() -> No
     # Inputs with something in common, as they have in a model.
     problem.x_TD.add_(1.5)
     exact = expected(problem)
-    draws, errors = 80, {}
+    draws, errors = 40, {}
     for remainder in ("none", "mean"):
         total = {name: torch.zeros_like(grad) for name, grad in exact.grads.items()}
         squares = dict.fromkeys(WEIGHTS, 0.0)
