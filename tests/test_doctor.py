@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import lrmoe
 from lrmoe.doctor import Check, DoctorReport, diagnose, installation
 from lrmoe.doctor.measure import Failed
+from lrmoe.doctor.model import Patient, Way, load
 from lrmoe.experts import compacted
 from lrmoe.hosts import transformers as host
 
@@ -55,6 +56,14 @@ def test_every_architecture_is_well_under_another_config(architecture: str, tmp_
     assert failed(report) == {}
     details = {check.name: check.detail for check in report.checks}
     assert "50.0% of the pairs kept" in details["gradients at drop=0.5 equal the loop"]
+
+
+def test_a_row_of_means_for_dropped_pairs_is_known_to_the_loop(folder: Path) -> None:
+    config = lrmoe.LRMoEConfig(drop=0.5, remainder="mean", guard_variance=None)
+    patient = Patient(load(str(folder), "cpu"), "cpu")
+    assert "pairs kept" in patient.gradients_equal_loop(config)
+    assert "kept pairs and moved" in patient.experts_learn(config, Way())
+    assert installation.operator("pps", "cpu", "mean")
 
 
 def test_the_model_is_given_back_as_it_was(folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, get_args
 
 import lrmoe
 from lrmoe.commands.options import TYPES, integers, need, number_or_none, path
-from lrmoe.config import LRMoEConfig, Metric, Quota, RouterGrad, Save, Selector
+from lrmoe.config import LRMoEConfig, Metric, Quota, Remainder, RouterGrad, Save, Selector
 
 # The packages of the extra "train".
 _EXTRA = ("transformers", "accelerate", "plotly", "tensorboard", "rich", "numpy")
@@ -27,6 +27,7 @@ _RECALIBRATION: dict[str, tuple[Callable[[str], Any], tuple[str, ...] | None, st
     "quota": (str, get_args(Quota), "how the drop is spread over experts"),
     "router_grad": (str, get_args(RouterGrad), "routing-weight gradient of dropped pairs"),
     "save": (str, get_args(Save), "what the forward keeps for the backward"),
+    "remainder": (str, get_args(Remainder), "what stands for dropped pairs in the gradients of the experts' weights"),
     "error_budget": (float, None, "largest error of an expert's selection, as a share of its importance"),
     "warmup_steps": (int, None, "steps without drop at the start"),
     "ramp_steps": (int, None, "steps over which the drop then rises"),

@@ -13,6 +13,7 @@ Metric = Literal["lrm", "grad_norm", "abs_grad", "alpha_grad", "forward", "rando
 Quota = Literal["expert", "level", "pooled"]
 RouterGrad = Literal["exact", "sum_rule", "kept"]
 Save = Literal["preactivation", "input"]
+Remainder = Literal["none", "mean"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +34,9 @@ class LRMoEConfig:
             dgrad for them), ``"sum_rule"`` (from the layer's output, nearly free) or ``"kept"`` (zero).
         save: ``"preactivation"`` keeps every pair's up projection until the backward; ``"input"`` keeps only
             the layer's input and reruns the up projection for the kept pairs.
+        remainder: what stands for dropped pairs in the gradients of their expert's weights: ``"none"``, or ``"mean"``:
+            the sum of what the kept pairs miss of alpha g, with the mean operands of the expert's pairs. The importance
+            then counts each pair's distance from that mean.
         error_budget: if set, an expert's quota is raised until the error of what is left out is at most this
             fraction of the expert's total importance; ``drop`` then is an upper bound.
         warmup_steps: optimizer steps at the start without any drop.
@@ -55,6 +59,7 @@ class LRMoEConfig:
     quota: Quota = "expert"
     router_grad: RouterGrad = "sum_rule"
     save: Save = "preactivation"
+    remainder: Remainder = "none"
     error_budget: float | None = None
     warmup_steps: int = 0
     ramp_steps: int = 0
@@ -78,6 +83,7 @@ class LRMoEConfig:
             ("quota", Quota),
             ("router_grad", RouterGrad),
             ("save", Save),
+            ("remainder", Remainder),
         ):
             value = getattr(self, field)
             if not isinstance(value, str) or value not in get_args(choices):

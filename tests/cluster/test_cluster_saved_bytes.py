@@ -64,6 +64,15 @@ def test_one_device_keeps_what_the_formulas_say(save: Any, dtype: torch.dtype, r
     assert found == expected
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_device_keeps_the_mean_operands_of_its_experts(dtype: torch.dtype) -> None:
+    tensors, given = leaves(70, dtype, seed=1), {"tokens": 70, "activation_bytes": dtype.itemsize, "parallel": False}
+    config = LRMoEConfig(drop=0.3, remainder="mean")
+    found = saved_by(lambda **t: lrmoe.routed_experts(**t, config=config), tensors)
+    plain, buffers = (token_buffers(SHAPE, remainder=kind, **given) for kind in ("none", "mean"))  # type: ignore[arg-type]
+    assert found == buffers.saved_bytes == plain.saved_bytes + 4 * 6 * (48 + 3 * 32)
+
+
 class Remembering(UltraEP):
     """Its own plans, the last one kept."""
 
@@ -74,10 +83,12 @@ class Remembering(UltraEP):
         return self.last
 
 
-def measure_rank(group: dist.ProcessGroup, save: Any, router_grad: Any, dtype: torch.dtype) -> tuple[int, int, int]:
+def measure_rank(
+    group: dist.ProcessGroup, save: Any, router_grad: Any, dtype: torch.dtype, remainder: Any = "none"
+) -> tuple[int, int, int]:
     """(saved, by formula, rows) of this rank."""
     policy = Remembering(slots=1, floor=1)
-    config = LRMoEConfig(drop=0.3, save=save, router_grad=router_grad)
+    config = LRMoEConfig(drop=0.3, save=save, router_grad=router_grad, remainder=remainder)
     engine = ExpertParallel(group, num_experts=SHAPE.num_experts, policy=policy, config=config)
     tokens = 60 + 20 * group.rank()
     tensors = leaves(tokens, dtype, seed=group.rank(), experts=len(engine.local_experts))
@@ -90,6 +101,8 @@ def measure_rank(group: dist.ProcessGroup, save: Any, router_grad: Any, dtype: t
         kept=kept,
         save=save,
         router_grad=router_grad,
+        remainder=remainder,
+        instances=len(engine.local_experts) + len(policy.last.slots[group.rank()]),
         activation_bytes=dtype.itemsize,
     )
     assert policy.last.num_replicas
@@ -104,6 +117,16 @@ def test_a_rank_with_replicas_keeps_what_the_formulas_say(save: Any, dtype: torc
     for found, expected, _ in ranks:
         assert found == expected
     assert ranks[0][0] != ranks[1][0]
+
+
+def test_a_rank_keeps_the_mean_operands_of_its_instances() -> None:
+    plain, found = (
+        run_world(2, measure_rank, "input", "sum_rule", torch.bfloat16, remainder) for remainder in ("none", "mean")
+    )
+    assert all(measured == expected for measured, expected, _ in found)
+    # Six experts and a replica, if not two.
+    more = sum(with_means - without for (with_means, *_), (without, *_) in zip(found, plain, strict=True))
+    assert more in (4 * 7 * (48 + 3 * 32), 4 * 8 * (48 + 3 * 32))
 
 
 def test_a_pair_of_a_known_model_takes_what_its_parts_add_up_to() -> None:

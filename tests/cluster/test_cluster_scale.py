@@ -95,6 +95,7 @@ def test_case_27_kept_rows_are_read_where_they_lie() -> None:
         quota="expert",
         router_grad="exact",
         save="input",
+        remainder="none",
         error_budget=None,
     )
     offs_E = torch.tensor([1, 2, 3], dtype=torch.int32)

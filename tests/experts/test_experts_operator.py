@@ -27,7 +27,7 @@ def operator_arguments(problem: Problem, config: LRMoEConfig, *, train: bool = T
         leaves["x_TD"], problem.ids_TK, leaves["topk_weights_TK"], leaves["gate_up_proj"], leaves["down_proj"],
         leaves.get("gate_up_bias"), leaves.get("down_bias"), problem.mask_T, control.clock.position_3,
         control.identity_2, control.clock.drop, problem.activation, config.selector, config.metric, config.quota,
-        config.router_grad, config.save, config.error_budget, train,
+        config.router_grad, config.save, config.remainder, config.error_budget, train,
     )  # fmt: skip
 
 
@@ -54,13 +54,13 @@ def test_backward_operator_is_registered_as_it_behaves() -> None:
     arguments = [a.detach() if isinstance(a, Tensor) else a for a in operator_arguments(problem, config)]
     out = torch.ops.lrmoe.routed_experts(*arguments)
     x_TD, _, alpha_TK, gate_up, down, gate_up_bias, down_bias, mask_T = arguments[:8]
-    activation, selector, metric, quota, router_grad, save, error_budget, _ = arguments[11:]
+    activation, selector, metric, quota, router_grad, save, remainder, error_budget, _ = arguments[11:]
     for needs in ([True] * 6, [False, True, False, True, False, True]):
         torch.library.opcheck(
             torch.ops.lrmoe.routed_experts_backward.default,
             (
                 problem.grad_TD, x_TD, out[1], alpha_TK, gate_up, down, gate_up_bias, down_bias, mask_T, *out[2:],
-                out[-1], activation, selector, metric, quota, router_grad, save, error_budget, needs,
+                out[-1], activation, selector, metric, quota, router_grad, save, remainder, error_budget, needs,
             ),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lrmoe import cli
-from lrmoe.studies import ablation, error_budget, recipes, router_gradient, scale, schedules
+from lrmoe.studies import ablation, error_budget, recipes, remainder, router_gradient, scale, schedules
 from lrmoe.studies.catalog import CATALOG
 from lrmoe.studies.grid import BASELINE, Rows, add_verdict, gap, rate_figure, verdict
 from lrmoe.studies.regimes import regime
@@ -80,7 +80,7 @@ def test_every_study_compares_with_no_drop_and_a_random_choice() -> None:
                 recalibration = cell.config.recalibration
                 assert (recalibration.guard_variance is None) != name.endswith("guard")
                 assert recalibration.guard_tail is None
-    for name in ("ablation", "quota", "schedule", "recipes", "scale"):
+    for name in ("ablation", "quota", "schedule", "recipes", "scale", "remainder"):
         for comparison in STUDIES[name].first(config):
             assert any(v.settings.get("selector") == "random" for v in comparison.variants)
 
@@ -172,6 +172,20 @@ def test_the_smallest_change_that_cannot_matter_says_what_is_not_to_be_read() ->
     del names[ablation.FLOOR]
     said, _ = ablation.conclude({"scratch": made_up(names, [2.0, 2.1])})
     assert not any("in a thousand" in sentence for sentence in said)
+
+
+def test_a_row_of_means_is_held_against_the_same_without_it() -> None:
+    names = {f"C50 {recipe}": [0.03, 0.04] for recipe in remainder.RECIPES}
+    said, advice = remainder.conclude({"scratch": made_up(names, [2.0, 2.1])})
+    assert len(said) == 1 + len(remainder.PAIRS)
+    assert "nothing here is told" in advice[0]
+    names["C50 remainder, exact router"] = [0.01, 0.02]
+    _, advice = remainder.conclude({"scratch": made_up(names, [2.0, 2.1])})
+    assert advice[0].startswith('At 50 % remainder="mean" with router_grad="exact" loses less: -0.0200')
+    assert advice[1].startswith('At 50 % quota="pooled" beside both costs more: +0.0200')
+    (comparison,) = remainder.comparisons(StudyConfig())
+    settings = comparison.variants[-2].settings
+    assert (settings["remainder"], settings["router_grad"], settings["quota"]) == ("mean", "exact", "pooled")
 
 
 def test_a_size_that_changes_what_a_drop_costs_is_named() -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lrmoe.cluster.model import ModelShape
-from lrmoe.config import RouterGrad, Save, require_count
+from lrmoe.config import Remainder, RouterGrad, Save, require_count
 
 When = Literal["always", "forward", "backward"]
 Elementwise = Literal["plain", "blocked", "fused"]
@@ -68,6 +68,8 @@ def token_buffers(
     kept_sent: int | None = None,
     save: Save = "preactivation",
     router_grad: RouterGrad = "sum_rule",
+    remainder: Remainder = "none",
+    instances: int | None = None,
     activation_bytes: float = 2,
     parallel: bool = True,
     elementwise: Elementwise = "plain",
@@ -81,7 +83,8 @@ def token_buffers(
         rows: R; None for N, as where ranks are balanced.
         kept: M; None for all of R.
         kept_sent: kept pairs among the rank's own N; None for the share M / R of them.
-        save, router_grad: see :class:`lrmoe.LRMoEConfig`.
+        save, router_grad, remainder: see :class:`lrmoe.LRMoEConfig`.
+        instances: S, of experts on the rank, replicas among them; None for all experts of one device.
         activation_bytes: a.
         parallel: experts lie on several ranks; False for the operator of one device.
         elementwise: see :data:`Elementwise`.
@@ -102,6 +105,7 @@ def token_buffers(
     for name, value, choices in (
         ("save", save, Save),
         ("router_grad", router_grad, RouterGrad),
+        ("remainder", remainder, Remainder),
         ("elementwise", elementwise, Elementwise),
     ):
         if value not in get_args(choices):
@@ -116,6 +120,9 @@ def token_buffers(
         item_of("routing weights", N * s, "4 N"),
         item_of("pair numbers", N * 8, "8 N"),
     ]
+    if remainder == "mean":
+        S = model.num_experts if instances is None else require_count("instances", instances)
+        saved.append(item_of("mean operands", S * (D + 3 * F) * s, "4 S (D + 3F)"))
     if parallel:
         # With the experts' outputs at home, the exact rule costs memory and no traffic.
         kept_out = router_grad == "exact" and dropping

@@ -15,7 +15,7 @@ from typing import Any
 
 from lrmoe.cluster.buffers import Elementwise, Item, When, item_of, token_buffers, whole
 from lrmoe.cluster.model import ModelShape
-from lrmoe.config import RouterGrad, Save, require_count, require_number
+from lrmoe.config import Remainder, RouterGrad, Save, require_count, require_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +79,7 @@ def memory(
     kept: int | Sequence[int] | None = None,
     save: Save = "preactivation",
     router_grad: RouterGrad = "sum_rule",
+    remainder: Remainder = "none",
     precision: Precision = BF16,
     home: int | None = None,
     slots: int = 0,
@@ -97,7 +98,7 @@ def memory(
         tokens: T, of one microbatch on this rank.
         rows, kept: R and M of this rank, one number for all layers or one a layer; None for balanced loads, and for
             nothing dropped.
-        save, router_grad, precision: what is kept, and in how many bytes.
+        save, router_grad, remainder, precision: what is kept, and in how many bytes.
         home: experts that the rank owns in each layer; None for ceil(E / G).
         slots: replicas.
         slots_per_layer: every layer has slots of its own; otherwise all share them.
@@ -131,6 +132,8 @@ def memory(
             kept=layer_kept,
             save=save,
             router_grad=router_grad,
+            remainder=remainder,
+            instances=m + slots if ranks > 1 else None,
             activation_bytes=precision.activation,
             parallel=ranks > 1,
             elementwise=elementwise,

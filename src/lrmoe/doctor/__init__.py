@@ -85,6 +85,9 @@ def diagnose(
         examine(f"grouped GEMM, {dtype_name(dtype)}", functools.partial(installation.grouped_gemm, dtype, device))
     for selector in get_args(Selector):
         examine(f"operator against the loop, {selector}", functools.partial(installation.operator, selector, device))
+    if config.remainder != "none":
+        completed = functools.partial(installation.operator, config.selector, device, config.remainder)
+        examine(f"operator against the loop, {config.selector} with remainder={config.remainder}", completed)
     if loaded is not None and examine("layers found", functools.partial(layers_found, loaded)):
         patient = Patient(loaded, device)
         examine("loss equals stock", patient.loss_equals_stock)

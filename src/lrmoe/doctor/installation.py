@@ -8,7 +8,7 @@ import platform
 import torch
 from torch import Tensor
 
-from lrmoe.config import LRMoEConfig, Selector
+from lrmoe.config import LRMoEConfig, Remainder, Selector
 from lrmoe.doctor.measure import Failed, deviation, random_tensor, require_close
 from lrmoe.experts.meter import recording
 from lrmoe.experts.operator import routed_experts
@@ -51,7 +51,7 @@ def grouped_gemm(dtype: torch.dtype, device: str) -> str:
     return f"products and weight gradients within {worst:.0e}, an empty group included"
 
 
-def operator(selector: Selector, device: str) -> str:
+def operator(selector: Selector, device: str, remainder: Remainder = "none") -> str:
     """The recalibrated backward in float64, where rounding cannot hide a mistake."""
     inputs = {
         "x": random_tensor((40, 12), torch.float64, device),
@@ -62,7 +62,7 @@ def operator(selector: Selector, device: str) -> str:
     ids = torch.stack([torch.arange(40) % 6, (torch.arange(40) * 2 + 1) % 6], dim=1).to(device)
     leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
     grad = random_tensor((40, 12), torch.float64, device, seed=4)
-    config = LRMoEConfig(drop=0.3, selector=selector)
+    config = LRMoEConfig(drop=0.3, selector=selector, remainder=remainder)
 
     def order(of: dict[str, Tensor]) -> tuple[Tensor, ...]:
         return of["x"], ids, of["weights"], of["gate_up_proj"], of["down_proj"]
@@ -70,7 +70,10 @@ def operator(selector: Selector, device: str) -> str:
     with recording() as calls:
         found = torch.autograd.grad(routed_experts(*order(leaves), config=config), list(leaves.values()), grad)
     reference = reference_experts(
-        *order(leaves), pair_weight_TK=calls[0].weight_TK.double(), router_grad=config.router_grad
+        *order(leaves),
+        pair_weight_TK=calls[0].weight_TK.double(),
+        router_grad=config.router_grad,
+        remainder=remainder,
     )
     expected = torch.autograd.grad(reference, list(leaves.values()), grad)
     # The recorded weights are fp32.

@@ -120,7 +120,9 @@ class Patient:
             _, gradients = self._gradients(way, keep=True)
             # Far enough for the least gradient to show beside its weight.
             torch.optim.SGD(self.model.parameters(), lr=1e4).step()
-            kept = {name: read["kept"] for name, read in recal.metrics()["layers"].items()}
+            # A row of means is also an expert's that kept nothing.
+            reached = "load" if config.remainder == "mean" and config.drop > 0 else "kept"
+            kept = {name: read[reached] for name, read in recal.metrics()["layers"].items()}
             if kept.keys() != recal.layers.keys():
                 raise Failed(f"no backward reached {', '.join(sorted(recal.layers.keys() - kept.keys()))}")
             return self._compare_moved(before, kept) + self._same_as_plain(way, gradients)
@@ -237,5 +239,6 @@ def _loop(
         pair_weight_TK=call.weight_TK,
         live_TK=mask_T.unsqueeze(-1).expand_as(ids_TK),
         router_grad=config.router_grad,
+        remainder=config.remainder,
     )
     return out_TD.to(x_TD.dtype)

@@ -18,15 +18,19 @@ from torch import Tensor
 
 # (gate, up, dphi) -> (phi, dgate, dup)
 _Backward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+# (gate, up) -> (dphi/dgate, dphi/dup)
+_Slopes = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """``forward(gate, up) -> phi``; ``backward(gate, up, dphi) -> (phi, dgate, dup)``; elementwise, any shape."""
+    """``forward(gate, up) -> phi``; ``backward(gate, up, dphi) -> (phi, dgate, dup)``; ``slopes(gate, up)``, the
+    derivatives of phi by the two; elementwise, any shape."""
 
     name: str
     forward: Callable[[Tensor, Tensor], Tensor]
     backward: _Backward
+    slopes: _Slopes
     interleaved: bool = False
 
     def __reduce__(self) -> tuple[Callable[[str], Activation], tuple[str]]:
@@ -54,8 +58,7 @@ def get(name: str) -> Activation:
         raise ValueError(f"activation={name!r}: the layout after '|' can only be 'interleaved'")
     if base in _GLU:
         act, act_and_slope = _GLU[base]
-        forward, backward = _gated(act, act_and_slope)
-        return Activation(name, forward, backward, interleaved=bool(layout))
+        return Activation(name, *_gated(act, act_and_slope), interleaved=bool(layout))
     number = r"([-+0-9.e]+)"
     clamped = re.fullmatch(rf"clamped_swiglu\(alpha={number},limit={number}\)", base)
     if clamped:
@@ -65,8 +68,7 @@ def get(name: str) -> Activation:
             alpha = limit = math.nan
         if not (math.isfinite(alpha) and 0 < limit < math.inf):
             raise ValueError(f"activation={name!r}: alpha must be a finite number, limit a finite number > 0")
-        forward, backward = _clamped_swiglu(alpha, limit)
-        return Activation(name, forward, backward, interleaved=bool(layout))
+        return Activation(name, *_clamped_swiglu(alpha, limit), interleaved=bool(layout))
     raise ValueError(
         f"activation={name!r} is not known; choose one of {', '.join(_GLU)}, clamped_swiglu(alpha=..,limit=..)"
     )
@@ -74,7 +76,7 @@ def get(name: str) -> Activation:
 
 def _gated(
     act: Callable[[Tensor], Tensor], act_and_slope: Callable[[Tensor], tuple[Tensor, Tensor]]
-) -> tuple[Callable[[Tensor, Tensor], Tensor], _Backward]:
+) -> tuple[Callable[[Tensor, Tensor], Tensor], _Backward, _Slopes]:
     def forward(gate: Tensor, up: Tensor) -> Tensor:
         return act(gate) * up
 
@@ -82,7 +84,11 @@ def _gated(
         value, slope = act_and_slope(gate)
         return value * up, slope.mul_(up).mul_(dphi), value * dphi
 
-    return forward, backward
+    def slopes(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        value, slope = act_and_slope(gate)
+        return slope.mul_(up), value
+
+    return forward, backward, slopes
 
 
 def _silu(gate: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,7 +123,7 @@ _GLU: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], tuple[Tenso
 }
 
 
-def _clamped_swiglu(alpha: float, limit: float) -> tuple[Callable[[Tensor, Tensor], Tensor], _Backward]:
+def _clamped_swiglu(alpha: float, limit: float) -> tuple[Callable[[Tensor, Tensor], Tensor], _Backward, _Slopes]:
     """gpt-oss: (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha g) with g = min(gate, limit)."""
 
     def forward(gate: Tensor, up: Tensor) -> Tensor:
@@ -133,4 +139,7 @@ def _clamped_swiglu(alpha: float, limit: float) -> tuple[Callable[[Tensor, Tenso
         slope = sigmoid * (1 + alpha * gate * (1 - sigmoid))
         return value * up, slope * inside_gate * up * dphi, value * inside_up * dphi
 
-    return forward, backward
+    def slopes(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+        return backward(gate, up, torch.ones_like(gate))[1:]
+
+    return forward, backward, slopes

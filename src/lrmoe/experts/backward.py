@@ -14,6 +14,7 @@ from torch.profiler import record_function
 from lrmoe.config import Metric
 from lrmoe.experts.compacted import Activations, Bank, Needs, Recipe, Rows, kept_gradients, router_dots
 from lrmoe.experts.meter import BackwardCall, BackwardStats, Meter, is_recording, record
+from lrmoe.experts.remainder import Completion, Means, summed_gradients
 from lrmoe.ops.permute import add_to_tokens
 from lrmoe.recalibration import draws
 from lrmoe.recalibration.design import design, rank
@@ -35,6 +36,7 @@ class Saved:
     token_mask_T: Tensor | None
     h_N2F: Tensor
     phi_sq_N: Tensor
+    means_EX: Tensor
     pair_N: Tensor
     offs_E: Tensor
     load_E: Tensor
@@ -76,7 +78,7 @@ def backward_pass(grad_TD: Tensor, saved: Saved, recipe: Recipe, needs: Needs, m
             # Every saved row, in its order: nothing to gather.
             everything=everything and saved.token_mask_T is None,
         )
-    return _gradients(grad_TD, saved, recipe, needs, rows, pair_M, kept, ordered)
+    return _gradients(grad_TD, saved, recipe, needs, rows, pair_M, kept, ordered, all_kept=everything)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,8 @@ def _gradients(
     pair_M: Tensor,
     kept: Kept,
     ordered: _Ordered,
+    *,
+    all_kept: bool,
 ) -> Gradients:
     num_tokens, top_k = saved.alpha_TK.shape
     alpha_N = saved.alpha_TK.reshape(-1)
@@ -144,12 +148,21 @@ def _gradients(
         saved.bank,
         recipe,
         needs,
+        _remainder(grad_TD, saved, ordered) if recipe.remainder == "mean" and not all_kept else None,
     )
     dx = None if found.dx_MD is None else add_to_tokens(found.dx_MD, pair_M, num_tokens, top_k)
     dalpha = None
     if found.dalpha_M is not None:
         dalpha = _router_gradient(grad_TD, found.dalpha_M, saved, activations, recipe, rows, pair_M, ordered)
     return dx, dalpha, found.gate_up_proj, found.down_proj, found.gate_up_bias, found.down_bias
+
+
+def _remainder(grad_TD: Tensor, saved: Saved, ordered: _Ordered) -> Completion:
+    alpha_N = saved.alpha_TK.reshape(-1)[ordered.pair_N]
+    token_N = ordered.pair_N // saved.alpha_TK.shape[1]
+    # The last group is nobody's.
+    grad_SD = summed_gradients(grad_TD, alpha_N, token_N, ordered.segments.count_S)
+    return Completion(grad_SD[:-1], Means.unpacked(saved.means_EX, saved.bank.down_proj.shape[2]))
 
 
 def _router_gradient(

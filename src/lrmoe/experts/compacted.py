@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lrmoe.config import LRMoEConfig, Metric, Quota, RouterGrad, Save, Selector
+from lrmoe.config import LRMoEConfig, Metric, Quota, Remainder, RouterGrad, Save, Selector
 from lrmoe.experts import activations
+from lrmoe.experts.remainder import Completion, Means, complete, distances, mean_operands
 from lrmoe.ops.glu import glu_backward, glu_forward
 from lrmoe.ops.grouped_mm import add_group_rows, grouped_mm, grouped_sum, grouped_wgrad
 
@@ -31,6 +32,7 @@ class Recipe:
     quota: Quota
     router_grad: RouterGrad
     save: Save
+    remainder: Remainder
     error_budget: float | None
 
     @classmethod
@@ -43,6 +45,7 @@ class Recipe:
             quota=config.quota,
             router_grad=config.router_grad,
             save=config.save,
+            remainder=config.remainder,
             error_budget=config.error_budget,
         )
 
@@ -104,11 +107,13 @@ class Activations:
 @dataclass(frozen=True, slots=True)
 class Forward:
     """``y_RD`` the experts' output; ``h_R2F`` the up projection, empty without ``keep_h``; ``phi_sq_R`` the squared
-    norms of the down projection's input, fp32 or better, empty without ``norms``."""
+    norms of the down projection's input (or of its distance from the ``means``, if there are any), fp32 or better,
+    empty without ``norms``."""
 
     y_RD: Tensor
     h_R2F: Tensor
     phi_sq_R: Tensor
+    means: Means | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +130,38 @@ class RowGradients:
 
 
 def forward_rows(
-    x_RD: Tensor, bank: Bank, offs_E: Tensor, activation: str, *, live: int, norms: bool, keep_h: bool
+    x_RD: Tensor,
+    bank: Bank,
+    offs_E: Tensor,
+    activation: str,
+    *,
+    live: int,
+    norms: bool,
+    keep_h: bool,
+    counted_R: Tensor | None = None,
 ) -> Forward:
-    """Every row through its expert. Rows from ``live`` on belong to nobody; their results are uninitialised."""
+    """Every row through its expert. Rows from ``live`` on belong to nobody; their results are uninitialised.
+
+    ``counted_R``: int64, where means of the rows are wanted, their experts; -1 for a row that does not count.
+    """
     h_R2F = grouped_mm(x_RD, bank.gate_up_proj.transpose(1, 2), offs_E)
-    del x_RD
+    if counted_R is None:
+        del x_RD
     if bank.gate_up_bias is not None:
         add_group_rows(h_R2F, bank.gate_up_bias, offs_E)
-    phi_RF, phi_sq_R = glu_forward(h_R2F, activations.get(activation), live=live, norms=norms)
+    act = activations.get(activation)
+    phi_RF, phi_sq_R = glu_forward(h_R2F, act, live=live, norms=norms and counted_R is None)
+    means = None
+    if counted_R is not None:
+        means = mean_operands(x_RD, h_R2F, phi_RF, counted_R, offs_E.numel(), act)
+        phi_sq_R = distances(phi_RF, means, counted_R)
+        del x_RD
     h_R2F = h_R2F if keep_h else h_R2F.new_empty(0, h_R2F.shape[1])
     y_RD = grouped_mm(phi_RF, bank.down_proj.transpose(1, 2), offs_E)
     del phi_RF
     if bank.down_bias is not None:
         add_group_rows(y_RD, bank.down_bias, offs_E)
-    return Forward(y_RD, h_R2F, phi_sq_R)
+    return Forward(y_RD, h_R2F, phi_sq_R, means)
 
 
 def kept_gradients(
@@ -150,6 +173,7 @@ def kept_gradients(
     bank: Bank,
     recipe: Recipe,
     needs: Needs,
+    completion: Completion | None = None,
 ) -> RowGradients:
     """Gradients of the kept rows.
 
@@ -158,6 +182,7 @@ def kept_gradients(
         alpha_M: routing weights, fp32 or fp64.
         weight_M: selection weights, in the dtype of alpha; they multiply everything but dalpha.
         rows, saved, bank: where the rows lie, what the forward kept of them, and their experts' weights.
+        completion: completes the weights' gradients.
     """
     scale_M = alpha_M * weight_M
     # In the down projection's wgrad the scale goes with phi, at no cost. But a pair kept against the odds, say because
@@ -177,6 +202,9 @@ def kept_gradients(
         recipe,
         gradients=down_side or up_side,
     )
+    missing = None
+    if completion is not None and (down_side or needs.gate_up_proj or needs.gate_up_bias):
+        missing = completion.missing(grad_MD, scale_M, rows.offs_E)
     if needs.alpha:
         dalpha_M = dot_M + _bias_part(grad_MD, bank.down_bias, rows.offs_E)
     if needs.down_bias:
@@ -193,6 +221,10 @@ def kept_gradients(
         dgate_up = grouped_wgrad(dh_M2F, saved.x_XD.index_select(0, rows.source_M), rows.offs_E)
     if needs.x:
         dx_MD = grouped_mm(dh_M2F, bank.gate_up_proj, rows.offs_E)
+    if missing is not None:
+        complete(
+            missing, bank.down_proj, activations.get(recipe.activation), dgate_up, ddown, dgate_up_bias, ddown_bias
+        )
     return RowGradients(dx_MD, dalpha_M, dgate_up, ddown, dgate_up_bias, ddown_bias)
 
 

@@ -18,6 +18,7 @@ from lrmoe.config import (
     LRMoEConfig,
     Metric,
     Quota,
+    Remainder,
     RouterGrad,
     Save,
     Selector,
@@ -154,6 +155,7 @@ def _experts(
         config.quota,
         config.router_grad,
         config.save,
+        config.remainder,
         config.error_budget,
         torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trainable),
     )[0]
@@ -172,6 +174,12 @@ def product_dtype(x_TD: Tensor, gate_up_proj: Tensor, activation: str) -> torch.
     # Devices without autocast, such as meta, refuse the question.
     autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     return torch.get_autocast_dtype(device) if autocast else gate_up_proj.dtype
+
+
+def counted_experts(ids_TK: Tensor, token_mask_T: Tensor | None, pair_N: Tensor) -> Tensor:
+    """The experts of the sorted rows, (N,), -1 for rows of nobody and of masked tokens: who counts in the means."""
+    ids_TK = ids_TK if token_mask_T is None else torch.where(token_mask_T.unsqueeze(-1), ids_TK, -1)
+    return ids_TK.reshape(-1).index_select(0, pair_N)
 
 
 def routing_fingerprint(ids_TK: Tensor) -> Tensor:
@@ -199,15 +207,17 @@ def _forward(
     quota: str,
     router_grad: str,
     save: str,
+    remainder: str,
     error_budget: float | None,
     train: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out_TD, own_out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint); all but the first are
-    for the backward, and what is large is empty where it cannot come (``train`` false)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(out_TD, own_out_TD, h_N2F, phi_sq_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint); all but the
+    first are for the backward, and what is large is empty where it cannot come (``train`` false) or is not wanted."""
     check_ids(ids_TK, gate_up_proj.shape[0])
     num_experts, top_k = gate_up_proj.shape[0], ids_TK.shape[1]
     key_5 = torch.cat([position_3, identity_2])
     on_cpu = x_TD.device.type == "cpu"
+    with_means = train and remainder == "mean"
     stopwatch = Stopwatch(Meter.find(int(key_5[4])) if train else None, "forward_seconds", on_cpu)
     # The operands have autocast's dtype already; inside, it would round what is meant to be fp32.
     with stopwatch, without_autocast(x_TD.device):
@@ -224,8 +234,14 @@ def _forward(
             live=live,
             norms=train,
             keep_h=train and save == "preactivation",
+            # While nothing is dropped nothing is missing.
+            counted_R=counted_experts(ids_TK, token_mask_T, pair_N) if with_means and float(drop) > 0 else None,
         )
         h_N2F, phi_sq_N = rows.h_R2F, rows.phi_sq_R
+        if rows.means is None:
+            means_EX = phi_sq_N.new_zeros((num_experts, x_TD.shape[1] + 3 * down_proj.shape[2]) if with_means else 0)
+        else:
+            means_EX = rows.means.packed()
         out_TD = weighted_combine(rows.y_RD, alpha_TK, pair_N, offs_E[-1])
         del rows
         # The caller may change his output in place; only the sum rule reads it in the backward.
@@ -234,12 +250,12 @@ def _forward(
         load_E = count_per_expert(real_ids_TK.reshape(-1), num_experts)
         quota_E = quotas(cast(Quota, quota), load_E, float(drop))
         fingerprint = routing_fingerprint(ids_TK)
-    return out_TD, own_out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint
+    return out_TD, own_out_TD, h_N2F, phi_sq_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint
 
 
 @_forward.register_fake
 def _(x_TD: Tensor, ids_TK: Tensor, alpha_TK: Tensor, gate_up_proj: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    router_grad, save, train = args[11], args[12], args[14]
+    router_grad, save, remainder, train = args[11], args[12], args[13], args[15]
     num_pairs, num_experts = ids_TK.numel(), gate_up_proj.shape[0]
 
     def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -250,6 +266,10 @@ def _(x_TD: Tensor, ids_TK: Tensor, alpha_TK: Tensor, gate_up_proj: Tensor, *arg
         x_TD.new_empty(x_TD.shape[0] if train and router_grad == "sum_rule" else 0, x_TD.shape[1]),
         x_TD.new_empty(num_pairs if train and save == "preactivation" else 0, gate_up_proj.shape[1]),
         x_TD.new_empty(num_pairs if train else 0, dtype=alpha_TK.dtype),
+        x_TD.new_empty(
+            (num_experts, x_TD.shape[1] + 3 * gate_up_proj.shape[1] // 2) if train and remainder == "mean" else 0,
+            dtype=alpha_TK.dtype,
+        ),
         ints(num_pairs),
         ints(num_experts, dtype=torch.int32),
         ints(num_experts),
@@ -272,6 +292,7 @@ def _backward(
     token_mask_T: Tensor | None,
     h_N2F: Tensor,
     phi_sq_N: Tensor,
+    means_EX: Tensor,
     pair_N: Tensor,
     offs_E: Tensor,
     load_E: Tensor,
@@ -285,6 +306,7 @@ def _backward(
     quota: str,
     router_grad: str,
     save: str,
+    remainder: str,
     error_budget: float | None,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -299,6 +321,7 @@ def _backward(
         token_mask_T=token_mask_T,
         h_N2F=h_N2F,
         phi_sq_N=phi_sq_N,
+        means_EX=means_EX,
         pair_N=pair_N,
         offs_E=offs_E,
         load_E=load_E,
@@ -313,6 +336,7 @@ def _backward(
         quota=cast(Quota, quota),
         router_grad=cast(RouterGrad, router_grad),
         save=cast(Save, save),
+        remainder=cast(Remainder, remainder),
         error_budget=error_budget,
     )
     wanted = Needs(**dict(zip(_DIFFERENTIABLE, needs, strict=True)))
@@ -347,13 +371,13 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x_TD, _, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T = inputs[:8]
-    activation, selector, metric, quota, router_grad, save, error_budget, _ = inputs[11:]
-    _, own_out_TD, h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint = output
+    activation, selector, metric, quota, router_grad, save, remainder, error_budget, _ = inputs[11:]
+    _, own_out_TD, h_N2F, phi_sq_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint = output
     ctx.save_for_backward(
         x_TD, own_out_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
-        h_N2F, phi_sq_N, pair_N, offs_E, load_E, quota_E, key_5, fingerprint,
+        h_N2F, phi_sq_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint,
     )  # fmt: skip
-    ctx.recipe = (activation, selector, metric, quota, router_grad, save, error_budget)
+    ctx.recipe = (activation, selector, metric, quota, router_grad, save, remainder, error_budget)
     # Eight bytes that no checkpoint recomputes: they tell whether a recompute routed as its forward did.
     ctx.forward_fingerprint = fingerprint
     ctx.mark_non_differentiable(*output[1:])

@@ -24,7 +24,7 @@ def glu_forward(h_N2F: Tensor, activation: Activation, *, live: int, norms: bool
     dtype = _working(h_N2F)
     phi_NF = h_N2F.new_empty(num_rows, width)
     phi_sq_N = h_N2F.new_zeros(num_rows if norms else 0, dtype=dtype)
-    for rows in _blocks(live, width, h_N2F.device):
+    for rows in blocks(live, width, h_N2F.device):
         gate, up = activation.split(h_N2F[rows].to(dtype))
         phi_NF[rows] = activation.forward(gate, up)
         if norms:
@@ -56,7 +56,7 @@ def glu_backward(
     dh_M2F = h_N2F.new_empty(num_rows if gradients else 0, 2 * width)
     scaled_phi_MF = torch.empty_like(t_MF) if gradients else t_MF.new_empty(0, width)
     dalpha_M = h_N2F.new_empty(num_rows, dtype=dtype)
-    for rows in _blocks(num_rows, width, h_N2F.device):
+    for rows in blocks(num_rows, width, h_N2F.device):
         h = h_N2F[rows] if row_M is None else h_N2F.index_select(0, row_M[rows])
         gate, up = activation.split(h.to(dtype))
         t = t_MF[rows].to(dtype)
@@ -77,6 +77,7 @@ def _working(h: Tensor) -> torch.dtype:
     return torch.promote_types(h.dtype, torch.float32)
 
 
-def _blocks(num_rows: int, width: int, device: torch.device) -> list[slice]:
+def blocks(num_rows: int, width: int, device: torch.device) -> list[slice]:
+    """Rows in blocks that stay in a CPU's cache; all at once elsewhere."""
     step = max(1, _BLOCK_ELEMENTS // max(width, 1)) if device.type == "cpu" else max(num_rows, 1)
     return [slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step)]

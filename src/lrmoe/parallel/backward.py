@@ -15,6 +15,7 @@ from lrmoe.config import Metric
 from lrmoe.experts.backward import backward_stats, complete_by_sum_rule, row_noise
 from lrmoe.experts.compacted import Activations, Bank, Needs, RowGradients, Rows, kept_gradients
 from lrmoe.experts.meter import BackwardCall, BackwardStats, record
+from lrmoe.experts.remainder import Completion, Means
 from lrmoe.ops.permute import add_to_tokens
 from lrmoe.parallel.call import Call
 from lrmoe.parallel.transport import AllToAllTransport, KeptTransport
@@ -51,6 +52,7 @@ class DistributedBackward:
     x_RD: Tensor
     h_parts: tuple[Tensor, Tensor]
     phi_sq_R: Tensor
+    means_SX: Tensor
     pair_L: Tensor
 
     def run(self, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
@@ -77,8 +79,9 @@ class DistributedBackward:
             grad_MD = grad_TD.index_select(0, pair_M // self.alpha_TK.shape[1])
         grad_MD = carrier.to_experts(grad_MD, "gradients to experts")
         alpha_M = carrier.to_experts(self.alpha_TK.reshape(-1)[pair_M], "routing weights to experts")
+        grad_SD = self._summed_gradients(grad_TD)
         with line.phase("backward experts"):
-            parts = self._experts(grad_MD, alpha_M, weight_M, row_M, count_S, banks, transport)
+            parts = self._experts(grad_MD, alpha_M, weight_M, row_M, count_S, banks, transport, grad_SD)
         del grad_MD, banks
         dx = dalpha = None
         if self.needs.x:
@@ -150,6 +153,13 @@ class DistributedBackward:
             torch.empty_like(importance_R).index_copy_(0, row_R, importance_R),
         )
 
+    def _summed_gradients(self, grad_TD: Tensor) -> Tensor | None:
+        """(S, D): the sum of alpha g over each instance's rows; None where nothing is completed."""
+        call, needs = self.call, self.needs
+        if call.sums is None or not (needs.gate_up_proj or needs.down_proj or needs.gate_up_bias or needs.down_bias):
+            return None
+        return call.sums.exchange(grad_TD, self.alpha_TK, self.token_mask_T, self.pair_L, call.line, call.layout)
+
     def _experts(
         self,
         grad_MD: Tensor,
@@ -159,6 +169,7 @@ class DistributedBackward:
         count_S: Tensor,
         banks: Sequence[Bank],
         transport: AllToAllTransport,
+        grad_SD: Tensor | None,
     ) -> list[RowGradients]:
         """Gradients of the kept rows and of the weights, bank after bank."""
         source_M = transport.received_place(row_M)
@@ -169,6 +180,10 @@ class DistributedBackward:
             offs_S = count_S[place.instances].cumsum(0)
             chosen = slice(start, start + (int(offs_S[-1]) if offs_S.numel() else 0))
             start = chosen.stop
+            completion = None
+            if grad_SD is not None:
+                means = Means.unpacked(self.means_SX[place.instances], bank.down_proj.shape[2])
+                completion = Completion(grad_SD[place.instances], means)
             parts.append(
                 kept_gradients(
                     grad_MD[chosen],
@@ -184,6 +199,7 @@ class DistributedBackward:
                     bank,
                     self.call.recipe,
                     self.needs,
+                    completion,
                 )
             )
         return parts

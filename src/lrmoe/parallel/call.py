@@ -9,6 +9,7 @@ from torch import Tensor
 from lrmoe.experts.compacted import Recipe
 from lrmoe.experts.meter import Meter
 from lrmoe.parallel.layout import Layout
+from lrmoe.parallel.remainder import GradientSums
 from lrmoe.parallel.transport import Line
 from lrmoe.parallel.weight_store import WeightStore
 
@@ -19,7 +20,8 @@ class Call:
 
     ``load_E``, ``quota_E``: int64, real pairs of all ranks for each expert and how many are kept; ``position``: (seed,
     step, layer, microbatch); ``train``: a backward may follow; ``recording``: somebody records it, on
-    some rank; ``fingerprint``: of this rank's routing.
+    some rank; ``fingerprint``: of this rank's routing; ``masked``: some rank has masked tokens; ``sums``: what is
+    exchanged for ``remainder="mean"``, None where nothing is.
     """
 
     layout: Layout
@@ -34,3 +36,5 @@ class Call:
     train: bool
     recording: bool
     fingerprint: Tensor
+    masked: bool = False
+    sums: GradientSums | None = None

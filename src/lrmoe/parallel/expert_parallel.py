@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -30,6 +31,7 @@ from lrmoe.parallel.operator import run_experts
 from lrmoe.parallel.placed_store import PlacedStore
 from lrmoe.parallel.plan_book import PlanBook
 from lrmoe.parallel.registered_layers import RegisteredLayers
+from lrmoe.parallel.remainder import GradientSums
 from lrmoe.parallel.sharded_store import ShardedStore
 from lrmoe.parallel.transport import Line
 from lrmoe.parallel.weight_store import WeightStore
@@ -382,11 +384,14 @@ class ExpertParallel:
             self._balance.add(plan)
             if self.trace is not None:
                 self.trace(layer, step, max(microbatch, 0), plan.lam_GE)
+        # While nothing is dropped nothing is missing.
+        remainder = config.remainder if drop_now > 0 else "none"
+        completed = train and remainder == "mean"
         call = Call(
             layout=layout,
             line=line,
             store=self.store,
-            recipe=Recipe.of(config, activation),
+            recipe=replace(Recipe.of(config, activation), remainder=remainder),
             load_E=plan.lam_GE.sum(0).to(tensors.x_TD.device),
             quota_E=plan.quota_EG.sum(1).to(tensors.x_TD.device),
             position=(seed, step, layer, max(microbatch, 0)),
@@ -395,5 +400,7 @@ class ExpertParallel:
             train=train,
             recording=loads.recording,
             fingerprint=routing_fingerprint(own.ids_TK),
+            masked=bool(loads.masked_GE.any()),
+            sums=GradientSums.of(plan, self.rank, banks, tensors.x_TD.device) if completed else None,
         )
         return run_experts(tensors.x_TD, tensors.topk_weights_TK, owned, tensors.token_mask_T, call)

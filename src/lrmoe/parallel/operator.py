@@ -28,6 +28,8 @@ from lrmoe.ops.autocast import without_autocast
 from lrmoe.ops.permute import weighted_combine
 from lrmoe.parallel.backward import DistributedBackward
 from lrmoe.parallel.call import Call
+from lrmoe.parallel.layout import BankRows
+from lrmoe.parallel.remainder import counted_instances
 from lrmoe.parallel.transport import AllToAllTransport
 
 
@@ -49,12 +51,14 @@ class RoutedExperts(torch.autograd.Function):
         owned = Bank(gate_up_proj, down_proj, gate_up_bias, down_bias)
         on_cpu = x_TD.device.type == "cpu"
         with Stopwatch(call.meter if call.train else None, "forward_seconds", on_cpu), without_autocast(x_TD.device):
-            out_TD, own_out_TD, y_LD, x_RD, h_parts, phi_sq_R = _forward(x_TD, alpha_TK, owned, call)
+            out_TD, own_out_TD, y_LD, x_RD, h_parts, phi_sq_R, means_SX = _forward(
+                x_TD, alpha_TK, owned, token_mask_T, call
+            )
         ctx.call = call
         if call.train:
             ctx.save_for_backward(
                 x_RD, own_out_TD, y_LD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
-                *h_parts, phi_sq_R, call.layout.pair_L, call.fingerprint,
+                *h_parts, phi_sq_R, means_SX, call.layout.pair_L, call.fingerprint,
             )  # fmt: skip
         ctx.set_materialize_grads(False)
         return out_TD
@@ -65,7 +69,7 @@ class RoutedExperts(torch.autograd.Function):
         call: Call = ctx.call
         (
             x_RD, own_out_TD, y_LD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
-            h_first, h_second, phi_sq_R, pair_L, fingerprint,
+            h_first, h_second, phi_sq_R, means_SX, pair_L, fingerprint,
         ) = ctx.saved_tensors  # fmt: skip
         check_same_routing(fingerprint, call.fingerprint)
         if grad_TD is None:
@@ -82,6 +86,7 @@ class RoutedExperts(torch.autograd.Function):
             x_RD=x_RD,
             h_parts=(h_first, h_second),
             phi_sq_R=phi_sq_R,
+            means_SX=means_SX,
             pair_L=pair_L,
         )
         on_cpu = grad_TD.device.type == "cpu"
@@ -114,10 +119,10 @@ def run_experts(x_TD: Tensor, alpha_TK: Tensor, owned: Bank, token_mask_T: Tenso
 
 
 def _forward(
-    x_TD: Tensor, alpha_TK: Tensor, owned: Bank, call: Call
-) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
-    """(out_TD, own_out_TD, y_LD, x_RD, h of each of two banks, phi_sq_R); own_out_TD and y_LD are empty
-    where the router's gradient does not need them, h with save="input"."""
+    x_TD: Tensor, alpha_TK: Tensor, owned: Bank, token_mask_T: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
+    """(out_TD, own_out_TD, y_LD, x_RD, h of each of two banks, phi_sq_R, means_SX); own_out_TD and y_LD are empty
+    where the router's gradient does not need them, h with save="input", means_SX where no remainder is wanted."""
     layout, line, recipe = call.layout, call.line, call.recipe
     transport = AllToAllTransport(line, layout)
     num_tokens, top_k = alpha_TK.shape
@@ -127,6 +132,13 @@ def _forward(
         x_LD = x_TD.index_select(0, pair_L // top_k)
     x_RD = transport.to_experts(x_LD, "tokens to experts")
     del x_LD
+    counted_R = None
+    if call.train and recipe.remainder == "mean":
+        real_R = None
+        if call.masked:
+            real_T = x_TD.new_ones(num_tokens, dtype=torch.bool) if token_mask_T is None else token_mask_T
+            real_R = transport.in_host_order(transport.to_experts(real_T[pair_L // top_k], "token masks to experts"))
+        counted_R = counted_instances(layout, real_R)
     with line.phase("forward experts"):
         keep_h = call.train and recipe.save == "preactivation"
         parts = []
@@ -141,12 +153,15 @@ def _forward(
                     live=rows_RD.shape[0],
                     norms=call.train,
                     keep_h=keep_h,
+                    counted_R=None if counted_R is None else _of_bank(counted_R, part),
                 )
             )
             del rows_RD
         del banks, bank
         y_RD = torch.cat([part.y_RD for part in parts]) if len(parts) > 1 else parts[0].y_RD
         phi_sq_R = torch.cat([part.phi_sq_R for part in parts])
+        means = [part.means.packed() for part in parts if part.means is not None]
+        means_SX = torch.cat(means) if means else phi_sq_R.new_empty(0)
         h_second = parts[1].h_R2F if len(parts) > 1 else parts[0].h_R2F.new_empty(0, parts[0].h_R2F.shape[1])
         h_parts = (parts[0].h_R2F, h_second)
     y_LD = transport.to_tokens(y_RD, "outputs to tokens")
@@ -167,4 +182,11 @@ def _forward(
     own_out_TD = out_TD.clone() if keep_out else out_TD.new_empty(0, out_TD.shape[1])
     # With the experts' outputs at home, the exact rule costs memory and no traffic.
     keep_y = call.train and recipe.router_grad == "exact" and not layout.everything
-    return out_TD, own_out_TD, y_LD if keep_y else y_LD.new_empty(0, y_LD.shape[1]), x_RD, h_parts, phi_sq_R
+    kept_y_LD = y_LD if keep_y else y_LD.new_empty(0, y_LD.shape[1])
+    return out_TD, own_out_TD, kept_y_LD, x_RD, h_parts, phi_sq_R, means_SX
+
+
+def _of_bank(instance_R: Tensor, part: BankRows) -> Tensor:
+    """The rows of one bank, its instances counted from 0; -1 stays."""
+    instance_R = instance_R[part.rows]
+    return torch.where(instance_R < 0, -1, instance_R - part.instances.start)

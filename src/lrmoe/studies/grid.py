@@ -60,7 +60,7 @@ class Comparison:
             config = settings[row["variant"]]
             row |= {key: getattr(config, key) for key in ("drop", "selector", "metric", "quota", "router_grad")}
             row |= {key: getattr(config, key) for key in ("error_budget", "warmup_steps", "final_dense_steps")}
-            row["guard_variance"] = config.guard_variance
+            row |= {key: getattr(config, key) for key in ("guard_variance", "remainder")}
         return [add_verdict(row, rows[0], self.regime.loss) for row in rows]
 
 

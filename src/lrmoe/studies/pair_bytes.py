@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from lrmoe.cluster import Elementwise, ModelShape, TokenBuffers, token_buffers
-from lrmoe.config import RouterGrad, Save
+from lrmoe.config import Remainder, RouterGrad, Save
 
 Accounting = Literal["operator", "kept"]
 
@@ -35,6 +35,7 @@ class OperatorBytes:
     model: ModelShape
     save: Save = "preactivation"
     router_grad: RouterGrad = "sum_rule"
+    remainder: Remainder = "none"
     elementwise: Elementwise = "plain"
 
     @property
@@ -61,6 +62,7 @@ class OperatorBytes:
             kept=kept,
             save=self.save,
             router_grad=self.router_grad,
+            remainder=self.remainder,
             elementwise=self.elementwise,
         )
 

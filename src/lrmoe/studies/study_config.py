@@ -16,6 +16,7 @@ NAMES = (
     "quota",
     "error_budget",
     "schedule",
+    "remainder",
     "recipes",
     "scale",
     "anatomy",

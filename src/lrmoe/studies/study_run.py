@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lrmoe.studies import ablation, error_budget, quota_spread, recipes, router_gradient, scale, schedules
+from lrmoe.studies import ablation, error_budget, quota_spread, recipes, remainder, router_gradient, scale, schedules
 from lrmoe.studies.cells import Cell, missing, run_cells, steps_of
 from lrmoe.studies.grid import Comparison, GridStudy, Rows, table
 from lrmoe.studies.jobs import Progress
@@ -32,7 +32,7 @@ from lrmoe.training.run import load, versions
 
 STUDIES: Mapping[str, GridStudy] = {
     module.STUDY.name: module.STUDY
-    for module in (ablation, router_gradient, quota_spread, error_budget, schedules, recipes, scale)
+    for module in (ablation, router_gradient, quota_spread, error_budget, schedules, remainder, recipes, scale)
 }
 # Told how many optimizer steps are to come; gives what is told of each.
 Watch = Callable[[int], Progress]
