@@ -35,10 +35,10 @@ def operator_arguments(problem: Problem, config: LRMoEConfig, *, train: bool = T
 @pytest.mark.parametrize("save", SAVES)
 def test_operator_is_registered_as_it_behaves(save: Any, dim: int, width: int, dtype: torch.dtype) -> None:
     """Schema, fake tensors, strides and autograd, also for widths whose grouped products come back padded."""
-    for bias, router_grad in ((False, "sum_rule"), (True, "exact")):
+    for bias, router_grad, remainder in ((False, "sum_rule", "none"), (True, "exact", "mean")):
         mask_T = torch.arange(17) < 12 if bias else None
         problem = make(dtype=dtype, dim=dim, width=width, bias=bias, mask_T=mask_T)
-        config = LRMoEConfig(drop=0.5, save=save, router_grad=router_grad)
+        config = LRMoEConfig(drop=0.5, save=save, router_grad=router_grad, remainder=remainder)  # type: ignore[arg-type]
         arguments = operator_arguments(problem, config)
         torch.library.opcheck(torch.ops.lrmoe.routed_experts.default, arguments)
         torch.library.opcheck(
@@ -48,9 +48,10 @@ def test_operator_is_registered_as_it_behaves(save: Any, dim: int, width: int, d
         )
 
 
-def test_backward_operator_is_registered_as_it_behaves() -> None:
+@pytest.mark.parametrize(("remainder", "drop"), [("none", 0.5), ("mean", 0.5), ("mean", 0.0)])
+def test_backward_operator_is_registered_as_it_behaves(remainder: Any, drop: float) -> None:
     problem = make(dtype=torch.float32, dim=16, width=7, bias=True)
-    config = LRMoEConfig(drop=0.5)
+    config = LRMoEConfig(drop=drop, remainder=remainder)
     arguments = [a.detach() if isinstance(a, Tensor) else a for a in operator_arguments(problem, config)]
     out = torch.ops.lrmoe.routed_experts(*arguments)
     x_TD, _, alpha_TK, gate_up, down, gate_up_bias, down_bias, mask_T = arguments[:8]
@@ -69,7 +70,7 @@ def test_backward_operator_is_registered_as_it_behaves() -> None:
 def test_compiled_training_does_not_recompile() -> None:
     """20 steps with other loads each, a rising drop, an expert without tokens on step 7 and a new length on step 12:
     one graph for the first length, one for all others, and the numbers of the eager run."""
-    config = LRMoEConfig(drop=0.6, warmup_steps=3, ramp_steps=10, router_grad="exact")
+    config = LRMoEConfig(drop=0.6, warmup_steps=3, ramp_steps=10, router_grad="exact", remainder="mean")
     base = make(dtype=torch.float32, tokens=32, dim=16, width=8)
     generator = torch.Generator().manual_seed(5)
 

@@ -60,12 +60,13 @@ def train_step(
     options: dict[str, Any] | None = None,
     checkpointing: bool = False,
     ep_implementation: str = "lrmoe",
+    remainder: Any = "none",
 ) -> dict[str, Any]:
     """One backward, of each data-parallel rank's part of the batch; ``drop=None`` attaches nothing."""
     model = sharded(architecture, ep_implementation=ep_implementation, **sizes)
     if options is not None:
         set_balancer(model, **options)
-    recal = None if drop is None else lrmoe.attach(model, LRMoEConfig(drop=drop))
+    recal = None if drop is None else lrmoe.attach(model, LRMoEConfig(drop=drop, remainder=remainder))
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     data_ranks = sizes.get("fsdp_size", 1)
@@ -82,10 +83,10 @@ def train_step(
     }
 
 
-def alone(architecture: str, drop: float = 0.0) -> dict[str, Any]:
+def alone(architecture: str, drop: float = 0.0, remainder: Any = "none") -> dict[str, Any]:
     model = tiny.build(architecture, implementation="lrmoe")
     model.config.output_router_logits = False
-    recal = lrmoe.attach(model, LRMoEConfig(drop=drop))
+    recal = lrmoe.attach(model, LRMoEConfig(drop=drop, remainder=remainder))
     loss, gradients = tiny.gradients(model, tiny.batch(rows=ROWS))
     return {"loss": loss, "gradients": gradients, "metrics": recal.metrics()}
 
@@ -121,6 +122,15 @@ def test_quotas_hold_over_all_ranks() -> None:
         for name, layer in expected["layers"].items():
             assert found["metrics"]["layers"][name]["load"] == layer["load"]
             assert found["metrics"]["layers"][name]["kept"] == layer["kept"]
+
+
+def test_a_row_of_means_is_that_of_one_process() -> None:
+    """Where no expert is split; with a checkpoint in between."""
+    expected, without = alone("gpt_oss", 0.5, "mean"), alone("gpt_oss", 0.5)
+    assert tiny.largest_difference(without["gradients"], expected["gradients"]) > 1e-3
+    rest = ({"policy": "fixed", "slots": 0}, True, "lrmoe", "mean")
+    for found in run_world(2, train_step, "gpt_oss", {"fsdp_size": 2, "ep_size": 2}, 0.5, *rest):
+        assert tiny.largest_difference(found["gradients"], expected["gradients"]) < 2e-5
 
 
 @pytest.mark.parametrize(
