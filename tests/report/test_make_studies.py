@@ -33,3 +33,23 @@ def test_no_record_names_a_path_of_the_machine(made: ModuleType) -> None:
         assert "/home/" not in text
         assert "/tmp/" not in text
         assert "/root/" not in text
+
+
+def test_the_table_of_selectors_in_the_readme_has_the_numbers_of_the_study(made: ModuleType) -> None:
+    found = {
+        (table.name, row["variant"]): row["difference"] for table in made.read("ablation").tables for row in table.rows
+    }
+    columns = [("scratch", rate) for rate in (20, 30, 50)]
+    columns += [(place, rate) for place in ("fine_tune", "near_zero") for rate in (20, 50)]
+    checked = 0
+    for line in (DOCS.parent / "README.md").read_text().splitlines():
+        cells = [cell.strip(" *") for cell in line.split("|")[1:-1]]
+        selector = cells[0].strip("`").partition("`")[0] if len(cells) == 8 else ""
+        if selector not in ("pps", "random", "topq", "auto"):
+            continue
+        for (place, rate), text in zip(columns, cells[1:], strict=True):
+            if text:
+                digits = 4 if place == "near_zero" else 3
+                assert float(text) == round(found[place, f"C{rate} {selector}"], digits), (place, rate, selector)
+                checked += 1
+    assert checked == 20
