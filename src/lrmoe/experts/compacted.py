@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lrmoe.config import LRMoEConfig, Metric, Quota, Remainder, RouterGrad, Save, Selector
 from lrmoe.experts import activations
-from lrmoe.experts.remainder import Completion, Means, complete, distances, mean_operands
+from lrmoe.experts.remainder import Completion, Means, complete, distances, mean_slopes, row_means
 from lrmoe.ops.glu import glu_backward, glu_forward
 from lrmoe.ops.grouped_mm import add_group_rows, grouped_mm, grouped_sum, grouped_wgrad
 
@@ -145,17 +145,18 @@ def forward_rows(
     ``counted_R``: int64, where means of the rows are wanted, their experts; -1 for a row that does not count.
     """
     h_R2F = grouped_mm(x_RD, bank.gate_up_proj.transpose(1, 2), offs_E)
-    if counted_R is None:
-        del x_RD
+    mean_x_ED = None if counted_R is None else row_means(x_RD, counted_R, offs_E.numel())
+    del x_RD
     if bank.gate_up_bias is not None:
         add_group_rows(h_R2F, bank.gate_up_bias, offs_E)
     act = activations.get(activation)
     phi_RF, phi_sq_R = glu_forward(h_R2F, act, live=live, norms=norms and counted_R is None)
     means = None
-    if counted_R is not None:
-        means = mean_operands(x_RD, h_R2F, phi_RF, counted_R, offs_E.numel(), act)
+    if counted_R is not None and mean_x_ED is not None:
+        num_experts = offs_E.numel()
+        slope_E2F = mean_slopes(h_R2F, counted_R, num_experts, act)
+        means = Means(mean_x_ED, row_means(phi_RF, counted_R, num_experts), slope_E2F)
         phi_sq_R = distances(phi_RF, means, counted_R)
-        del x_RD
     h_R2F = h_R2F if keep_h else h_R2F.new_empty(0, h_R2F.shape[1])
     y_RD = grouped_mm(phi_RF, bank.down_proj.transpose(1, 2), offs_E)
     del phi_RF

@@ -61,32 +61,38 @@ class Completion:
         return Completion(self.grad_ED - kept_ED, self.means)
 
 
-def mean_operands(
-    x_RD: Tensor, h_R2F: Tensor, phi_RF: Tensor, expert_R: Tensor, num_experts: int, activation: Activation
-) -> Means:
-    """The means over each expert's rows; 0 for an expert without.
+def row_means(rows_RX: Tensor, expert_R: Tensor, num_experts: int) -> Tensor:
+    """(E, X): the mean over each expert's rows, fp32 or better; 0 for an expert without.
 
     Args:
-        x_RD, h_R2F, phi_RF: inputs, up projections and activations of the rows.
         expert_R: int64, the rows' experts; -1 for a row that does not count.
     """
-    dtype = torch.promote_types(h_R2F.dtype, torch.float32)
-    width = phi_RF.shape[1]
+    dtype = torch.promote_types(rows_RX.dtype, torch.float32)
     # One more place for what does not count.
+    total_SX = torch.zeros(num_experts + 1, rows_RX.shape[1], dtype=dtype, device=rows_RX.device)
     place_R = torch.where(expert_R < 0, num_experts, expert_R)
-    x_SD, phi_SF, gate_SF, up_SF = (
-        torch.zeros(num_experts + 1, size, dtype=dtype, device=h_R2F.device)
-        for size in (x_RD.shape[1], width, width, width)
-    )
+    # In blocks for half precision, of which a copy is made.
+    whole = [slice(None)]
+    for rows in whole if rows_RX.dtype == dtype else blocks(place_R.numel(), rows_RX.shape[1], rows_RX.device):
+        total_SX.index_add_(0, place_R[rows], rows_RX[rows].to(dtype))
+    return total_SX[:-1] / count_per_expert(expert_R, num_experts).clamp_(min=1).unsqueeze(1)
+
+
+def mean_slopes(h_R2F: Tensor, expert_R: Tensor, num_experts: int, activation: Activation) -> Tensor:
+    """(E, 2F): as :func:`row_means`, of the activation's derivatives at these up projections."""
+    dtype = torch.promote_types(h_R2F.dtype, torch.float32)
+    width = h_R2F.shape[1] // 2
+    place_R = torch.where(expert_R < 0, num_experts, expert_R)
+    gate_SF, up_SF = (torch.zeros(num_experts + 1, width, dtype=dtype, device=h_R2F.device) for _ in range(2))
     for rows in blocks(place_R.numel(), width, h_R2F.device):
         gate, up = activation.slopes(*activation.split(h_R2F[rows].to(dtype)))
-        for total, values in ((x_SD, x_RD[rows]), (phi_SF, phi_RF[rows]), (gate_SF, gate), (up_SF, up)):
-            total.index_add_(0, place_R[rows], values.to(dtype))
-    slope_S2F = phi_SF.new_empty(num_experts + 1, 2 * width)
-    for half, total in zip(activation.split(slope_S2F), (gate_SF, up_SF), strict=True):
-        half.copy_(total)
+        gate_SF.index_add_(0, place_R[rows], gate)
+        up_SF.index_add_(0, place_R[rows], up)
+    slope_E2F = gate_SF.new_empty(num_experts, 2 * width)
     count_E1 = count_per_expert(expert_R, num_experts).clamp_(min=1).unsqueeze(1)
-    return Means(*(total[:-1] / count_E1 for total in (x_SD, phi_SF, slope_S2F)))
+    for half, total_SF in zip(activation.split(slope_E2F), (gate_SF, up_SF), strict=True):
+        torch.div(total_SF[:-1], count_E1, out=half)
+    return slope_E2F
 
 
 def distances(phi_RF: Tensor, means: Means, expert_R: Tensor) -> Tensor:
