@@ -7,6 +7,7 @@ Shapes: E experts, G ranks. A *slot* holds the weights of one expert; two slots 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -142,6 +143,16 @@ class HistoryPolicy:
         # Splitting the quotas of nothing dropped would give the rows, at some length.
         quota_EG = rows_EG if drop == 0 else split_quotas(quota_E, rows_EG, hosts)
         return Plan(hosts, rows_EG, quota_EG, lam_GE, route=route)
+
+    def fingerprint(self) -> int:
+        """A checksum of the steps and of each layer that is not as it began: equal where ranks decide alike, whatever
+        layers one of them has only looked at."""
+        layers = {
+            layer: (history.placement, [loads.tolist() for loads in history.loads], history.observed)
+            for layer, history in sorted(self._layers.items())
+            if history.loads or self._sizes is None or history.placement != self._initial(*self._sizes)
+        }
+        return zlib.crc32(repr((self._steps, layers)).encode())
 
     def state_dict(self) -> dict[str, Any]:
         """Placements, loads and the number of steps, as JSON can hold it."""

@@ -24,6 +24,7 @@ from lrmoe.parallel.collectives import Traffic, all_gather_counts
 from lrmoe.parallel.layout import OwnPairs
 from lrmoe.parallel.transport import Line
 
+_POLICY = "the state of the policy"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -44,6 +45,7 @@ class Terms:
     training: bool
     biases: tuple[bool, ...]
     gradients: tuple[bool, ...]
+    policy: int
 
     @classmethod
     def of(
@@ -57,8 +59,10 @@ class Terms:
         layer: int,
         drop: float,
         training: bool,
+        policy: int,
     ) -> Terms:
-        """Those of a call at ``position`` (seed, step, microbatch), with products in ``dtype``."""
+        """Those of a call at ``position`` (seed, step, microbatch), with products in ``dtype``; ``policy`` is a checksum
+        of the state that the policy plans from."""
         seed, step, microbatch = position
         return cls(
             width=tensors.x_TD.shape[1],
@@ -74,6 +78,7 @@ class Terms:
             training=training,
             biases=(tensors.gate_up_bias is not None, tensors.down_bias is not None),
             gradients=tuple(tensor is not None and tensor.requires_grad for tensor in tensors.trainable),
+            policy=policy,
         )
 
     def numbers(self) -> dict[str, int]:
@@ -92,6 +97,7 @@ class Terms:
             "whether a backward follows": int(self.training),
             "which biases there are (gate_up_bias, down_bias)": _bits(self.biases),
             "which gradients are wanted (x, routing weights, gate_up_proj, down_proj, biases)": _bits(self.gradients),
+            _POLICY: self.policy,
         }
 
 
@@ -201,6 +207,35 @@ def gather_loads(
     return Loads(real_GE.contiguous(), masked_GE.contiguous(), bool(told[:, 1].any()), bool(told[:, 2].any()))
 
 
+def agree_on_moves(refused: bool, moving: object, device: torch.device, line: Line) -> None:
+    """Checks, before experts move, that they can on every rank, and that all ranks move the same.
+
+    Args:
+        refused: this rank cannot, and raises its own error afterwards.
+        moving: what moves, the same on all ranks, with a ``repr`` of its values.
+        device: to communicate from.
+
+    Raises:
+        RuntimeError: on every rank that has not refused, if another has, or the ranks would move different things.
+        RankFailure: if a rank does not come.
+    """
+    head = torch.tensor([int(refused), zlib.crc32(repr(moving).encode())], device=device)
+    told = all_gather_counts(head, line.group, what="moves", timeout_s=line.timeout_s, traffic=line.traffic).cpu()
+    if refused:
+        return
+    if ranks := told[:, 0].nonzero().flatten().tolist():
+        raise RuntimeError(
+            f"experts cannot move on rank {', '.join(map(str, ranks))} of the expert-parallel group; see the error "
+            "there. Nothing has moved on any rank"
+        )
+    if len(set(told[:, 1].tolist())) > 1:
+        raise RuntimeError(
+            "the ranks of the expert-parallel group would move different experts, or optimizers that keep different "
+            "things for them: call ExpertParallel.step and load_state_dict on every rank, with the same state and like "
+            "optimizers. Nothing has moved on any rank"
+        )
+
+
 def agree_on_engine(
     description: Mapping[str, object],
     group: dist.ProcessGroup,
@@ -236,6 +271,11 @@ def _difference(name: str, value_G: list[int]) -> str:
         shown = [struct.unpack("<d", struct.pack("<q", value))[0] for value in value_G]
     elif "dtype" in name:
         shown = [_DTYPES[value] for value in value_G]
+    elif name == _POLICY:
+        return (
+            f"{name} is not the same on all ranks of the expert-parallel group, so their plans would not fit together: "
+            "call ExpertParallel.step and load_state_dict on every rank, as often and with the same state"
+        )
     elif name in ("activation", "config"):
         return f"{name} is not the same on all ranks of the expert-parallel group; give every rank the same"
     values = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(shown))
@@ -248,6 +288,6 @@ def _difference(name: str, value_G: list[int]) -> str:
 _NAMES = tuple(
     Terms(
         width=0, expert_width=0, dtype=torch.float32, activation="", config="", seed=0, step=0, microbatch=0, layer=0,
-        drop=0.0, training=False, biases=(), gradients=(),
+        drop=0.0, training=False, biases=(), gradients=(), policy=0,
     ).numbers()
 )  # fmt: skip

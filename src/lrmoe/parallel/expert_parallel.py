@@ -153,6 +153,8 @@ class ExpertParallel:
             },
         )
         self._book = PlanBook(policy, own=own)
+        self._policy_state = 0
+        self._note_policy_state()
         self._balance = BalanceMeter()
 
     def local(self, weight: Tensor) -> Tensor:
@@ -299,6 +301,7 @@ class ExpertParallel:
         Raises:
             ValueError: if experts move, but a layer was not registered, or the optimizers do not have its parameters,
                 or keep what is not by expert. Nothing has moved then, and the policy decides again at the next call.
+            RuntimeError: likewise, if that is so on another rank, or the ranks would move different things.
             RankFailure: if a rank does not come within the timeout.
         """
         self._book.clear()
@@ -306,6 +309,7 @@ class ExpertParallel:
             self.policy.step()
         else:
             self._moving.step(optimizers, self._line)
+        self._note_policy_state()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON-able values: the policy's name and state."""
@@ -323,10 +327,16 @@ class ExpertParallel:
                 "same"
             )
         self.policy.load_state_dict(state["state"])
+        self._note_policy_state()
         self._book.clear()
         if self._moving is not None:
             for layer in self.registered:
                 self._moving.count_slots(layer)
+
+    def _note_policy_state(self) -> None:
+        # Between steps all ranks see the same loads, so that it is enough to compare what they began the step with.
+        if isinstance(self.policy, HistoryPolicy):
+            self._policy_state = self.policy.fingerprint()
 
     @property
     def _line(self) -> Line:
@@ -361,6 +371,7 @@ class ExpertParallel:
                 layer=number,
                 drop=drop_now,
                 training=train,
+                policy=self._policy_state,
             )
         except Exception as error:  # Whatever it is: the other ranks must not wait for this one.
             self._agreement.refuse(line, error, tensors.x_TD)

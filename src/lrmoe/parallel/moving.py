@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from itertools import groupby
 
 import torch
+from torch import Tensor
 
 from lrmoe.balance.ownership import HistoryPolicy
+from lrmoe.parallel.agreement import agree_on_moves
 from lrmoe.parallel.expert_parameters import count_slots
 from lrmoe.parallel.placed_store import counted_slots, move
 from lrmoe.parallel.registered_layers import RegisteredLayers
@@ -33,13 +35,24 @@ class MovingExperts:
 
         Raises:
             ValueError: if something cannot move along; then nothing has moved, and the policy is where it was.
+            RuntimeError: if that is so on another rank, or the ranks would move different things; likewise.
         """
         before = self._policy.state_dict()
         self._policy.step()
         moves = {layer: list(of_layer) for layer, of_layer in groupby(self._policy.moves(), key=lambda one: one.layer)}
+        tensors: dict[int, list[Tensor]] = {}
+        refusal: ValueError | None = None
         try:
             tensors = {layer: self._registered.movable(layer, optimizers, self._policy.name) for layer in moves}
-        except ValueError:
+        except ValueError as error:
+            refusal = error
+        kinds = {layer: [(tuple(one.shape), one.dtype) for one in of_layer] for layer, of_layer in tensors.items()}
+        try:
+            # Even where nothing moves here: the others would wait for this rank, if its policy were another.
+            agree_on_moves(refusal is not None, (moves, kinds), self._registered.device, line)
+            if refusal is not None:
+                raise refusal
+        except BaseException:
             self._policy.load_state_dict(before)
             raise
         for layer in moves:

@@ -24,6 +24,11 @@ class RegisteredLayers:
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._layers))
 
+    @property
+    def device(self) -> torch.device:
+        """Of the parameters; the CPU as long as there are none."""
+        return next((weight.device for weights in self._layers.values() for weight in weights), torch.device("cpu"))
+
     def next_number(self) -> int:
         """One more than the largest number so far."""
         return max(self._layers, default=-1) + 1
