@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -132,6 +133,61 @@ def test_what_cannot_move_along_is_refused_before_anything_moves(how: str, text:
         assert text in message
         assert unchanged
         assert moves > 0
+
+
+def one_rank_alone(group: dist.ProcessGroup) -> dict[str, list[tuple[str, str]]]:
+    """(class of the error, its message) of each attempt in which rank 1 does otherwise than rank 0, and whether nothing
+    has moved then; at last all do the same."""
+    ep = ExpertParallel(group, num_experts=EXPERTS, policy=get("smartmoe", interval=1), timeout_s=10.0)
+    model = parallelize(make_model(), ep)
+    first = copy.deepcopy(ep.state_dict())
+    adam, sgd = torch.optim.Adam(model.parameters(), lr=0.0), torch.optim.SGD(model.parameters())
+    move_hot_spot(model)(1)
+    x_TD, y_TD = batch(group.rank())
+    told: dict[str, list[tuple[str, str]]] = {}
+
+    def forward() -> None:
+        nn.functional.mse_loss(model(x_TD), y_TD).backward()
+
+    def attempt(name: str, own: Callable[[], Any], of_rank_1: Callable[[], Any]) -> None:
+        before = [ep.policy.placement(number) for number in (0, 1)]  # type: ignore[attr-defined]
+        try:
+            (of_rank_1 if ep.rank == 1 else own)()
+        except (RuntimeError, ValueError) as error:
+            told.setdefault(name, []).append((type(error).__name__, str(error)))
+        assert before == [ep.policy.placement(number) for number in (0, 1)] or name in ("all", "loads")  # type: ignore[attr-defined]
+
+    forward()
+    adam.step()
+    attempt("no optimizer", lambda: ep.step(adam), ep.step)
+    attempt("another optimizer", lambda: ep.step(adam), lambda: ep.step(sgd))
+    attempt("a forward", lambda: ep.step(adam), forward)
+    attempt("all", lambda: ep.step(adam), lambda: ep.step(adam))
+    assert ep.policy.moves()  # type: ignore[attr-defined]
+    state = copy.deepcopy(ep.state_dict())
+    attempt("loads", lambda: None, lambda: ep.load_state_dict(first))
+    attempt("loaded", forward, forward)
+    attempt("loads", lambda: None, lambda: ep.load_state_dict(state))
+    attempt("all", forward, forward)
+    return told
+
+
+def test_what_one_rank_alone_does_is_told_on_all() -> None:
+    own, other = run_world(RANKS, one_rank_alone)
+    assert other.pop("no optimizer")[0][0] == "ValueError"
+    ((kind, text),) = own.pop("no optimizer")
+    assert kind == "RuntimeError"
+    assert "cannot move on rank 1" in text
+    for name, message in (
+        ("another optimizer", "optimizers that keep different things"),
+        ("a forward", "call ExpertParallel.step on every rank after the same calls"),
+        ("loaded", "the state of the policy is not the same on all ranks"),
+    ):
+        for told in (own, other):
+            ((kind, text),) = told.pop(name)
+            assert kind == "RuntimeError", (name, text)
+            assert message in text, (name, text)
+    assert own == other == {}
 
 
 def same_loads_again(group: dist.ProcessGroup) -> tuple[list[Tensor], list[int]]:

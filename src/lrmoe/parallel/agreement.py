@@ -10,7 +10,7 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from lrmoe.parallel.layout import OwnPairs
 from lrmoe.parallel.transport import Line
 
 _POLICY = "the state of the policy"
+# What a rank that ends its step says where one that makes a call says whether it refuses.
+_STEPS = 2
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -61,8 +63,8 @@ class Terms:
         training: bool,
         policy: int,
     ) -> Terms:
-        """Those of a call at ``position`` (seed, step, microbatch), with products in ``dtype``; ``policy`` is a checksum
-        of the state that the policy plans from."""
+        """Those of a call at ``position`` (seed, step, microbatch), with products in ``dtype``; ``policy`` is a
+        checksum of the state that the policy plans from."""
         seed, step, microbatch = position
         return cls(
             width=tensors.x_TD.shape[1],
@@ -131,6 +133,39 @@ class Agreement:
         """:func:`gather_loads` of a call that this rank can make; before the first one, :func:`agree_on_engine`."""
         return self._gather(line, terms, own.real_E, own.masked_E, stale=stale)
 
+    def agree_on_moves(self, line: Line, moving: object, device: torch.device, *, refused: bool) -> None:
+        """Checks, before experts move, that they can on every rank, and that all ranks move the same.
+
+        Args:
+            moving: what moves, the same on all ranks; it has a ``repr`` of its values.
+            device: to communicate from.
+            refused: this rank cannot, and raises its own error afterwards.
+
+        Raises:
+            RuntimeError: on every rank that has not refused, if another has, or the ranks would move different things,
+                or another rank makes a call instead.
+            RankFailure: if a rank does not come.
+        """
+        self._meet(line, device)
+        # As long as what a call says, so that a rank that is in a call instead hears of it and is heard.
+        head = torch.zeros(_HEAD + 2 * self._num_experts, dtype=torch.int64, device=device)
+        head[:3] = torch.tensor([_STEPS, int(refused), zlib.crc32(repr(moving).encode())])
+        told = all_gather_counts(head, line.group, what="moves", timeout_s=line.timeout_s, traffic=line.traffic).cpu()
+        if refused:
+            return
+        _expect_all(told, steps=True)
+        if ranks := _ranks(told[:, 1] != 0):
+            raise RuntimeError(
+                f"experts cannot move on rank {ranks} of the expert-parallel group; see the error there. Nothing has "
+                "moved on any rank"
+            )
+        if len(set(told[:, 2].tolist())) > 1:
+            raise RuntimeError(
+                "the ranks of the expert-parallel group would move different experts, or optimizers that keep "
+                "different things for them: call ExpertParallel.step and load_state_dict on every rank, with the same "
+                "state and like optimizers. Nothing has moved on any rank"
+            )
+
     def refuse(self, line: Line, error: Exception, x_TD: object) -> NoReturn:
         """Tells the other ranks, which already wait for this one's loads, and raises ``error``.
 
@@ -146,11 +181,22 @@ class Agreement:
         raise error
 
     def _gather(self, line: Line, terms: Terms | None, real_E: Tensor, masked_E: Tensor, *, stale: bool) -> Loads:
-        options: dict[str, Any] = {"timeout_s": line.timeout_s, "traffic": line.traffic}
+        self._meet(line, real_E.device)
+        return gather_loads(
+            terms,
+            real_E,
+            masked_E,
+            line.group,
+            recording=is_recording(),
+            stale=stale,
+            timeout_s=line.timeout_s,
+            traffic=line.traffic,
+        )
+
+    def _meet(self, line: Line, device: torch.device) -> None:
         if not self._met:
-            agree_on_engine(self._description, line.group, real_E.device, **options)
+            agree_on_engine(self._description, line.group, device, timeout_s=line.timeout_s, traffic=line.traffic)
             self._met = True
-        return gather_loads(terms, real_E, masked_E, line.group, recording=is_recording(), stale=stale, **options)
 
 
 def describe_policy(policy: Policy) -> str:
@@ -191,11 +237,12 @@ def gather_loads(
     told = all_gather_counts(
         torch.cat([head, real_E, masked_E]), group, what="loads", timeout_s=timeout_s, traffic=traffic
     ).cpu()
-    refused = told[:, 0].nonzero().flatten().tolist()
+    if terms is not None:
+        _expect_all(told, steps=False)
+    refused = _ranks(told[:, 0] != 0)
     if refused and terms is not None:
-        ranks = ", ".join(str(rank) for rank in refused)
         raise RuntimeError(
-            f"rank {ranks} of the expert-parallel group was given arguments it had to refuse; see the error there. "
+            f"rank {refused} of the expert-parallel group was given arguments it had to refuse; see the error there. "
             "This rank stops with it, because its tokens cannot be exchanged"
         )
     if not refused:
@@ -205,35 +252,6 @@ def gather_loads(
                 raise RuntimeError(_difference(name, value_G))
     real_GE, masked_GE = told[:, head.numel() : -num_experts], told[:, -num_experts:]
     return Loads(real_GE.contiguous(), masked_GE.contiguous(), bool(told[:, 1].any()), bool(told[:, 2].any()))
-
-
-def agree_on_moves(refused: bool, moving: object, device: torch.device, line: Line) -> None:
-    """Checks, before experts move, that they can on every rank, and that all ranks move the same.
-
-    Args:
-        refused: this rank cannot, and raises its own error afterwards.
-        moving: what moves, the same on all ranks, with a ``repr`` of its values.
-        device: to communicate from.
-
-    Raises:
-        RuntimeError: on every rank that has not refused, if another has, or the ranks would move different things.
-        RankFailure: if a rank does not come.
-    """
-    head = torch.tensor([int(refused), zlib.crc32(repr(moving).encode())], device=device)
-    told = all_gather_counts(head, line.group, what="moves", timeout_s=line.timeout_s, traffic=line.traffic).cpu()
-    if refused:
-        return
-    if ranks := told[:, 0].nonzero().flatten().tolist():
-        raise RuntimeError(
-            f"experts cannot move on rank {', '.join(map(str, ranks))} of the expert-parallel group; see the error "
-            "there. Nothing has moved on any rank"
-        )
-    if len(set(told[:, 1].tolist())) > 1:
-        raise RuntimeError(
-            "the ranks of the expert-parallel group would move different experts, or optimizers that keep different "
-            "things for them: call ExpertParallel.step and load_state_dict on every rank, with the same state and like "
-            "optimizers. Nothing has moved on any rank"
-        )
 
 
 def agree_on_engine(
@@ -259,6 +277,21 @@ def agree_on_engine(
                 f"the ranks made their ExpertParallel differently: here (rank {group.rank()}) {name} is {value}, and "
                 f"another on rank {', '.join(map(str, others))}; give every rank the same"
             )
+
+
+def _expect_all(told: Tensor, *, steps: bool) -> None:
+    """RuntimeError unless every rank ends its step, or none does."""
+    steps_G = told[:, 0] == _STEPS
+    if others := _ranks(~steps_G if steps else steps_G):
+        here, there = ("ends its step", "makes a call") if steps else ("makes a call", "ends its step")
+        raise RuntimeError(
+            f"this rank {here} where rank {others} of the expert-parallel group {there}: call ExpertParallel.step on "
+            "every rank after the same calls"
+        )
+
+
+def _ranks(is_G: Tensor) -> str:
+    return ", ".join(map(str, is_G.nonzero().flatten().tolist()))
 
 
 def _bits(flags: Sequence[bool]) -> int:
@@ -291,3 +324,5 @@ _NAMES = tuple(
         drop=0.0, training=False, biases=(), gradients=(), policy=0,
     ).numbers()
 )  # fmt: skip
+# Whether a rank refuses, records, and has old weights; then the terms.
+_HEAD = 3 + len(_NAMES)

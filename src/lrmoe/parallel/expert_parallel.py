@@ -128,21 +128,6 @@ class ExpertParallel:
         self.registered = RegisteredLayers()
         self.traffic = Traffic()
         self.trace: Callable[[int, int, int, Tensor], None] | None = None
-        self.store: WeightStore
-        self._moving: MovingExperts | None = None
-        if self.ownership == "home":
-            self.store = HomeStore(self.num_experts, self.size, self.rank)
-        elif self.ownership == "sharded":
-            holds_weights = getattr(policy, "holds_weights", False)
-            self.store = ShardedStore(self.num_experts, self.size, self.rank, holds_weights=holds_weights)
-        elif self.ownership == "placed" and isinstance(policy, HistoryPolicy):
-            self.store = PlacedStore(policy.placement, self.rank)
-            self._moving = MovingExperts(policy, self.rank, self.registered)
-        else:
-            raise ValueError(
-                f"policy {policy.name!r} has ownership={self.ownership!r}, which must be 'home', 'sharded' or, of an "
-                "lrmoe.balance.ownership.HistoryPolicy, 'placed'; or keep experts at home with storage=\"home\""
-            )
         self._agreement = Agreement(
             self.num_experts,
             {
@@ -152,6 +137,21 @@ class ExpertParallel:
                 "gradient_divisor": divisor,
             },
         )
+        self.store: WeightStore
+        self._moving: MovingExperts | None = None
+        if self.ownership == "home":
+            self.store = HomeStore(self.num_experts, self.size, self.rank)
+        elif self.ownership == "sharded":
+            holds_weights = getattr(policy, "holds_weights", False)
+            self.store = ShardedStore(self.num_experts, self.size, self.rank, holds_weights=holds_weights)
+        elif self.ownership == "placed" and isinstance(policy, HistoryPolicy):
+            self.store = PlacedStore(policy.placement, self.rank)
+            self._moving = MovingExperts(policy, self.rank, self.registered, self._agreement)
+        else:
+            raise ValueError(
+                f"policy {policy.name!r} has ownership={self.ownership!r}, which must be 'home', 'sharded' or, of an "
+                "lrmoe.balance.ownership.HistoryPolicy, 'placed'; or keep experts at home with storage=\"home\""
+            )
         self._book = PlanBook(policy, own=own)
         self._policy_state = 0
         self._note_policy_state()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.balance.ownership import HistoryPolicy
-from lrmoe.parallel.agreement import agree_on_moves
+from lrmoe.parallel.agreement import Agreement
 from lrmoe.parallel.expert_parameters import count_slots
 from lrmoe.parallel.placed_store import counted_slots, move
 from lrmoe.parallel.registered_layers import RegisteredLayers
@@ -23,12 +23,14 @@ class MovingExperts:
         policy: says which expert each slot holds, and what moves.
         rank: of this process.
         registered: the parameters, a row a slot.
+        agreement: of the engine, which tells the ranks' mistakes to all of them.
     """
 
-    def __init__(self, policy: HistoryPolicy, rank: int, registered: RegisteredLayers) -> None:
+    def __init__(self, policy: HistoryPolicy, rank: int, registered: RegisteredLayers, agreement: Agreement) -> None:
         self._policy = policy
         self._rank = rank
         self._registered = registered
+        self._agreement = agreement
 
     def step(self, optimizers: Sequence[torch.optim.Optimizer], line: Line) -> None:
         """Lets the policy decide, and moves experts as it says. Communicates.
@@ -49,7 +51,7 @@ class MovingExperts:
         kinds = {layer: [(tuple(one.shape), one.dtype) for one in of_layer] for layer, of_layer in tensors.items()}
         try:
             # Even where nothing moves here: the others would wait for this rank, if its policy were another.
-            agree_on_moves(refusal is not None, (moves, kinds), self._registered.device, line)
+            self._agreement.agree_on_moves(line, (moves, kinds), self._registered.device, refused=refusal is not None)
             if refusal is not None:
                 raise refusal
         except BaseException:
