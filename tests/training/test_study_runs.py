@@ -40,6 +40,7 @@ def made_up(differences: Mapping[str, list[float]], base: list[float]) -> Rows:
                 "error_budget": None,
                 "guard_variance": None,
                 "drop": 0.0 if name == BASELINE else 0.2,
+                "warmup_steps": 90,
             }
         )
     return [add_verdict(row, rows[0], "eval_loss") for row in rows]
@@ -114,7 +115,9 @@ def test_budget_is_held_against_the_rate_it_came_to() -> None:
     config = StudyConfig()
     rows = made_up({f"tau {tau:g}": [0.01, 0.02] for tau in error_budget.TAUS}, [2.0, 2.05])
     (fixed,) = error_budget.fixed_rates(config, {"scratch": rows})
-    assert [v.settings["drop"] for v in fixed.variants[1:]] == [0.2] * len(error_budget.TAUS)
+    # 20 % of all pairs, of which the first 90 of 600 steps leave out none.
+    assert [v.settings["drop"] for v in fixed.variants[1:]] == [0.235] * (len(error_budget.TAUS) + 1)
+    assert fixed.variants[-1].settings["selector"] == "random"
     worse = made_up({f"as much as tau {tau:g}": [0.11, 0.12] for tau in error_budget.TAUS}, [2.0, 2.05])
     said, advice = error_budget.conclude({"scratch": rows, "scratch_fixed": worse})
     assert len(said) == len(error_budget.TAUS)
@@ -153,6 +156,21 @@ def test_the_best_schedule_is_named_with_its_margin() -> None:
         {"scratch": made_up({"C20 from the start": [0.0, 0.0], "C20 warm-up": [0.1, 0.1]}, [2, 2])}
     )
     assert advice == ["At 20 % no schedule does better than dropping from the start."]
+
+
+def test_a_schedule_is_not_praised_for_what_is_none_nor_beside_a_run_that_diverged() -> None:
+    names = {"C50 from the start": [0.05, 0.05], "C50 warm-up": [0.03, 0.03], "C50 warm-up, exact router": [0.0, 0.0]}
+    _, advice = schedules.conclude({"scratch": made_up(names, [2.0, 2.1])})
+    assert "“warm-up” loses least" in advice[0]
+    names["C50 from the start"] = [math.nan, math.nan]
+    said, advice = schedules.conclude({"scratch": made_up(names, [2.0, 2.1])})
+    assert "from the start no finite loss" in said[1]
+    assert not any("no schedule does better" in sentence for sentence in advice)
+    table = made_up({"C20 pps": [0.3, 0.3], "C20 random": [math.nan, 0.1], "C20 topq": [0.2, 0.2]}, [2.0, 2.1])
+    said, _ = recipes.conclude({recipes.PLAIN: table, "bf16": made_up({"C20 pps": [0.1, 0.1]}, [2.0, 2.1])})
+    assert "C20 random no finite loss" in said[0]
+    _, advice = recipes.conclude({recipes.PLAIN: table, "bf16": table[:2]})
+    assert "C20 topq < C20 pps" in advice[0]
 
 
 def test_a_recipe_that_changes_the_order_is_named() -> None:
@@ -277,6 +295,8 @@ def test_settings_that_only_one_study_has(tmp_path: Path, capsys: pytest.Capture
     for wrong, named in (
         (["time_to_loss", "--set", "ranks=0"], "ranks=0"),
         (["time_to_loss", "--model", "x"], "model='x' is no setting of the study time_to_loss"),
+        (["scale", "--regimes", "fine_tune"], "is no setting of the study scale"),
+        (["recipes", "--regimes", "scratch"], "is no setting of the study recipes"),
         (["anatomy", "--set", "rates=2"], "rates=2"),
         (["anatomy", "--set", "speed=2"], "--set 'speed=2' is not FIELD=VALUE"),
         (["quota", "--set", "steps"], "--set 'steps' is not FIELD=VALUE"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lrmoe.studies.grid import Comparison, GridStudy, Rows, having, of, rate_figures, told
+from lrmoe.studies.grid import Comparison, GridStudy, Rows, having, known, of, rate_figures, told
 from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Figure
 from lrmoe.studies.study_config import REGIMES, StudyConfig
@@ -66,9 +66,7 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
         half, half_random = of(table, "C50 pps"), of(table, "C50 random")
         if half and half_random:
             said.append(f"At 50 % {where}: pps {told(half)}, random {told(half_random)}.")
-        biased = [
-            row for row in table if row["selector"] == "topq" and row["drop"] == 0.2 and row["difference"] is not None
-        ]
+        biased = [row for row in known(table) if row["selector"] == "topq" and row["drop"] == 0.2]
         floor = of(table, FLOOR)
         if floor and floor["error"] is not None:
             furthest = max(map(abs, floor["each"]))

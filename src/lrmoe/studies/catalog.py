@@ -75,7 +75,10 @@ def _grid(study: GridStudy) -> Entry:
         check(study, config, out, store)
         return run_study(study, config, out, store=store, jobs=jobs, watch=watch)
 
-    return Entry(question=study.question, settings=_settings(StudyConfig()), run=run)
+    settings = _settings(StudyConfig())
+    if not study.has_regimes:
+        del settings["regimes"]
+    return Entry(question=study.question, settings=settings, run=run)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -31,7 +31,7 @@ def comparisons(config: StudyConfig) -> list[Comparison]:
 
 
 def fixed_rates(config: StudyConfig, rows: Mapping[str, Rows]) -> list[Comparison]:
-    """For each budget the rate it came to, over the whole run, and that rate chosen at random."""
+    """For each budget the rate at which as many pairs are dropped over the whole run; the largest also at random."""
     found = []
     for comparison in comparisons(config):
         variants = [comparison.variants[0]]
@@ -39,9 +39,15 @@ def fixed_rates(config: StudyConfig, rows: Mapping[str, Rows]) -> list[Compariso
             row = of(rows[comparison.name], f"tau {tau:g}")
             if row is None or row["kept_share"] is None:
                 continue
-            rate = round(1 - row["kept_share"], 3)
+            # The share is of the whole run, the rate holds after the warm-up alone.
+            dropping = 1 - row["warmup_steps"] / comparison.regime.train.steps
+            rate = round((1 - row["kept_share"]) / dropping, 3)
             if rate > 0:
                 variants.append(Variant(name=_rate(tau), settings={"drop": rate}))
+                if tau == TAUS[-1]:
+                    variants.append(
+                        Variant(name=f"{_rate(tau)}, random", settings={"drop": rate, "selector": "random"})
+                    )
         found.append(
             Comparison(
                 regime=comparison.regime,
@@ -94,7 +100,8 @@ def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Fi
         both = [*rows[comparison.name], *fixed[1:]]
         groups: dict[str, Callable[[Row], bool]] = {
             "error budget": lambda row: row["error_budget"] is not None,
-            "fixed rate": lambda row: row["error_budget"] is None,
+            "fixed rate": lambda row: row["error_budget"] is None and row["selector"] == "pps",
+            "fixed rate, random choice": lambda row: row["selector"] == "random",
         }
         found.append(rate_figure(comparison, both, groups))
     return found

@@ -73,6 +73,7 @@ class GridStudy:
         then: further ones that depend on the rows of the first, by their names; default none.
         conclude: plain sentences, and advice, from the rows of all comparisons.
         figures: from the same.
+        has_regimes: the comparisons are made in the regimes that a user asks for; else the study has its own.
     """
 
     name: str
@@ -82,6 +83,7 @@ class GridStudy:
     conclude: Callable[[Mapping[str, Rows]], tuple[list[str], list[str]]]
     then: Callable[[StudyConfig, Mapping[str, Rows]], list[Comparison]] = lambda config, rows: []
     figures: Callable[[Sequence[Comparison], Mapping[str, Rows]], list[Figure]]
+    has_regimes: bool = True
 
 
 def add_verdict(row: Row, base: Row, loss: str) -> Row:
@@ -190,6 +192,11 @@ def in_regimes(config: StudyConfig, variants: Sequence[str], default: Sequence[s
 def of(rows: Rows, name: str) -> Row | None:
     """The row of a variant, or None where it was not run."""
     return next((row for row in rows if row["variant"] == name), None)
+
+
+def known(rows: Rows) -> Rows:
+    """The rows with a finite difference: a run that diverged has no place in an order."""
+    return [row for row in rows if row["difference"] is not None and math.isfinite(row["difference"])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, having, of, rate_figures, told
+from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, having, known, of, rate_figures, told
 from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Figure
 from lrmoe.studies.study_config import StudyConfig
@@ -72,8 +72,7 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
 
 
 def _order(table: Rows) -> list[str]:
-    known = [row for row in table[1:] if row["difference"] is not None]
-    return [row["variant"] for row in sorted(known, key=lambda row: row["difference"])]
+    return [row["variant"] for row in sorted(known(table[1:]), key=lambda row: row["difference"])]
 
 
 def _differs(row: Row, other: Row) -> bool:
@@ -93,4 +92,5 @@ STUDY = GridStudy(
     first=comparisons,
     conclude=conclude,
     figures=figures,
+    has_regimes=False,
 )

@@ -81,4 +81,5 @@ STUDY = GridStudy(
     first=comparisons,
     conclude=conclude,
     figures=figures,
+    has_regimes=False,
 )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, gap, of, rate_figures, told
+from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, gap, known, of, rate_figures, told
 from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Figure
 from lrmoe.studies.study_config import REGIMES, StudyConfig
@@ -63,7 +63,9 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
             said.append(f"At {rate} % {REGIMES[name]}: {each}.")
             plain = of(table, f"C{rate} from the start")
             # What the guard holds back is no schedule of this rate.
-            sampled = [row for row in found if row["selector"] == "pps" and row["guard_variance"] is None]
+            sampled = [row for row in known(found) if row["selector"] == "pps" and row["guard_variance"] is None]
+            # Nor is another gradient of the router.
+            sampled = [row for row in sampled if not row["variant"].endswith("exact router")]
             if plain is None or not sampled:
                 continue
             # By what is to be expected at worst: of few seeds one that does well by luck has a large error.
