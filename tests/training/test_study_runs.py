@@ -170,17 +170,24 @@ def test_a_schedule_is_not_praised_for_what_is_none_nor_beside_a_run_that_diverg
     other = made_up({"C20 pps": [0.1, 0.1], "C20 random": [0.2, 0.2], "C20 topq": [0.5, 0.5]}, [2.0, 2.1])
     said, advice = recipes.conclude({recipes.PLAIN: table, "bf16": other})
     assert "C20 random no finite loss" in said[0]
-    assert "C20 topq < C20 pps" in advice[0]
+    assert "C20 random is “worse”, with float32 “diverged”" in advice[0]
 
 
-def test_a_recipe_that_changes_the_order_is_named() -> None:
+def test_a_recipe_that_turns_two_variants_round_is_named() -> None:
     plain = made_up({"C20 pps": [0.0, 0.0], "C20 random": [0.1, 0.1], "C20 topq": [0.5, 0.5]}, [2.0, 2.2])
-    other = made_up({"C20 pps": [0.2, 0.2], "C20 random": [0.1, 0.1], "C20 topq": [0.5, 0.5]}, [2.1, 2.2])
-    said, advice = recipes.conclude({recipes.PLAIN: plain, "bf16": other, "checkpointing": plain})
-    assert "checkpointing" in advice[0]
-    assert "bf16" not in advice[0]
-    assert advice[1].startswith("bf16: best to worst is C20 random < C20 pps < C20 topq")
+    other = made_up({"C20 pps": [0.2, 0.2], "C20 random": [0.1, 0.1], "C20 topq": [0.5, 0.5]}, [2.0, 2.2])
+    noisy = made_up({"C20 pps": [0.0, 0.2], "C20 random": [0.1, 0.0], "C20 topq": [0.5, 0.5]}, [2.0, 2.2])
+    tables = {recipes.PLAIN: plain, "bf16": other, "checkpointing": plain, "accumulation": noisy}
+    said, advice = recipes.conclude(tables)
+    assert "can be used with checkpointing, accumulation: " in advice[0]
+    assert advice[1].startswith("bf16 differs: C20 pps ends +0.1000 ± 0.0000 from C20 random, with float32 -0.1000")
     assert any("to the last digit" in sentence for sentence in said)
+    worse = made_up({"C20 pps": [0.3, 0.3], "C20 random": [0.4, 0.4], "C20 topq": [0.5, 0.5]}, [2.0, 2.2])
+    _, advice = recipes.conclude({recipes.PLAIN: plain, "bf16": worse})
+    assert advice == [
+        "bf16 differs: C20 pps is “worse”, with float32 “within the spread”; "
+        "C20 random is “worse”, with float32 “within the spread”."
+    ]
 
 
 def test_the_smallest_change_that_cannot_matter_says_what_is_not_to_be_read() -> None:

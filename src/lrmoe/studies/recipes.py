@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, having, known, of, rate_figures, told
+from lrmoe.studies.grid import Comparison, GridStudy, Rows, gap, having, of, rate_figures, told
 from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Figure
 from lrmoe.studies.study_config import StudyConfig
@@ -46,10 +47,9 @@ def comparisons(config: StudyConfig) -> list[Comparison]:
 
 
 def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
-    """Whether each recipe orders the selectors as plain float32 does."""
+    """Whether each recipe tells the selectors apart as plain float32 does."""
     said, advice, same = [], [], []
     plain = rows[PLAIN]
-    order = _order(plain)
     for name, table in rows.items():
         each = ", ".join(f"{row['variant']} {told(row)}" for row in table[1:])
         said.append(f"{name}: no drop ends at {table[0]['loss']:.4f}; {each}.")
@@ -58,25 +58,34 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
         equal = all(row["loss"] == other["loss"] for row, other in zip(table, plain, strict=True))
         if equal:
             said.append(f"{name} gives the losses of {PLAIN} to the last digit: a recomputed forward draws alike.")
-        verdicts = [row["variant"] for row in table[1:] if (mine := of(plain, row["variant"])) and _differs(row, mine)]
-        if _order(table) == order and not verdicts:
-            same.append(name)
+        differing = [
+            f"{row['variant']} is “{row['verdict']}”, with {PLAIN} “{mine['verdict']}”"
+            for row in table[1:]
+            if (mine := of(plain, row["variant"])) and row["verdict"] != mine["verdict"]
+        ]
+        differing += _turned(table, plain)
+        if differing:
+            advice.append(f"{name} differs: {'; '.join(differing)}.")
         else:
-            which = f"; beside the spread it differs for {', '.join(verdicts)}" if verdicts else ""
-            advice.append(
-                f"{name}: best to worst is {' < '.join(_order(table))}, {PLAIN} has {' < '.join(order)}{which}."
-            )
+            same.append(name)
     if same:
-        advice.insert(0, f"What is said of {PLAIN} can be used with {', '.join(same)}: same order, same verdicts.")
+        advice.insert(
+            0,
+            f"What is said of {PLAIN} can be used with {', '.join(same)}: same verdicts, and no two variants that both "
+            "tell apart are the other way round.",
+        )
     return said, advice
 
 
-def _order(table: Rows) -> list[str]:
-    return [row["variant"] for row in sorted(known(table[1:]), key=lambda row: row["difference"])]
-
-
-def _differs(row: Row, other: Row) -> bool:
-    return bool(row["verdict"] != other["verdict"])
+def _turned(table: Rows, plain: Rows) -> list[str]:
+    """Pairs of variants that both tables tell apart, in different order."""
+    found = []
+    for mine, its in itertools.combinations(table[1:], 2):
+        here = gap(mine, its)
+        there = gap(of(plain, mine["variant"]), of(plain, its["variant"]))
+        if here is not None and there is not None and here.sign * there.sign < 0:
+            found.append(f"{mine['variant']} ends {here} from {its['variant']}, with {PLAIN} {there}")
+    return found
 
 
 def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Figure]:
