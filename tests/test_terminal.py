@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,3 +34,12 @@ def test_progress_without_a_terminal_prints_validations() -> None:
         steps("", 5, {"loss": 2.0})
         steps("C0 [red], seed 0", 10, {"loss": 1.0, "eval_loss": 1.5, "kept_share": 0.8})
     assert shown.get() == "step 10: C0 [red], seed 0  loss 1.000  validation 1.500  kept 80.0 %\n"
+
+
+def test_a_log_that_was_silent_for_long_gets_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    with terminal.console.capture() as shown, terminal.progress_bar("run", 100) as steps:
+        for step, now[0] in ((10, 110.0), (25, 140.0), (26, 145.0)):
+            steps("one-device-seed-0", step, None)
+    assert shown.get() == "step 25: one-device-seed-0  (25 %, about 2 min left)\n"

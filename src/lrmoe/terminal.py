@@ -23,13 +23,17 @@ from rich.table import Table
 console = Console(highlight=False, soft_wrap=True)
 
 
+# Seconds after which a log, in which nothing was said meanwhile, gets a line.
+_SILENCE = 30.0
+
+
 class Steps:
     """Told of every step and every record of the runs; ``name`` is empty where there is one run only."""
 
     def __init__(self, bar: Progress, task: TaskID, total: int) -> None:
         self._bar, self._task, self._total = bar, task, total
         self._done: dict[str, int] = {}
-        self._since = time.monotonic()
+        self._since = self._spoke = time.monotonic()
 
     def expect(self, steps: int) -> Steps:
         """Says that so many more steps are to come; returns itself."""
@@ -42,15 +46,23 @@ class Steps:
         done = sum(self._done.values())
         self._bar.update(self._task, completed=done)
         if record is None:
+            if time.monotonic() - self._spoke > _SILENCE:
+                self._say(f"step {step}: {name}{self._left(done)}")
             return
         state = _state(name, record)
         self._bar.update(self._task, state=escape(state))
-        if not console.is_terminal and "eval_loss" in record:
-            console.print(escape(f"step {step}: {state}{self._left(done)}"))
+        if "eval_loss" in record:
+            self._say(f"step {step}: {state}{self._left(done) if len(self._done) > 1 else ''}")
+
+    def _say(self, line: str) -> None:
+        """A line where there is no bar."""
+        if not console.is_terminal:
+            console.print(escape(line.strip()))
+            self._spoke = time.monotonic()
 
     def _left(self, done: int) -> str:
-        """What a bar would say of the whole, once there are several runs to it."""
-        if len(self._done) < 2 or done >= self._total:
+        """What a bar would say of the whole."""
+        if not 0 < done < self._total:
             return ""
         seconds = (time.monotonic() - self._since) * (self._total - done) / done
         return f"  ({100 * done / self._total:.0f} %, about {minutes(seconds)} left)"
@@ -67,7 +79,7 @@ def minutes(seconds: float) -> str:
 def progress_bar(label: str, total: int = 0) -> Iterator[Steps]:
     """A bar over all optimizer steps, with the time left and the last loss and kept share beside it.
 
-    Where the output is no terminal, a line is printed for each validation instead.
+    Where the output is no terminal, a line is printed for each validation instead, or after half a minute without one.
     """
     columns = (
         TextColumn("{task.description}"),
