@@ -75,8 +75,8 @@ def runs(
         trace=True,
     ).to_dict()
 
-    def make(drop: float, *, remainder: str = "none", **changes: Any) -> TrainConfig:
-        recalibration = {**base["recalibration"], "drop": drop, "remainder": remainder}
+    def make(drop: float, **changes: Any) -> TrainConfig:
+        recalibration = {**base["recalibration"], "drop": drop}
         return TrainConfig.from_dict({**base, "ep": 2, "recalibration": recalibration, **changes})
 
     configs = {
@@ -84,11 +84,10 @@ def runs(
         "pps": make(0.25),
         "again": make(0.25),
         "fixed": make(0.25, policy="fixed", slots=0),
-        "means": make(0.25, policy="fixed", slots=0, remainder="mean"),
         "symi": make(0.25, policy="symi", slots=3),
         "small parts": make(0.0, batch=2, grad_accum=2, gradient_checkpointing=True),
     }
-    for name in ("exact", "pps", "means", "small parts"):
+    for name in ("exact", "pps", "small parts"):
         alone = TrainConfig.from_dict({**configs[name].to_dict(), "ep": 1})
         train(prepare(alone, folder / f"one-{name}"), report=False)
     jobs: list[Any] = [(config, folder / name, {}) for name, config in configs.items()]
@@ -131,17 +130,6 @@ def test_quotas_and_shares_are_those_of_one_process(runs: Runs) -> None:
         assert two["kept_importance_share"] == pytest.approx(one["kept_importance_share"], rel=1e-6)
         assert [layer["load"] for layer in two["layers"]] == [layer["load"] for layer in one["layers"]]
         assert [layer["kept"] for layer in two["layers"]] == [layer["kept"] for layer in one["layers"]]
-
-
-def test_a_row_of_means_is_that_of_one_process(runs: Runs) -> None:
-    folder, _ = runs
-    alone, shared, without = (records(folder / name)[:4] for name in ("one-means", "means", "fixed"))
-    for one, two in zip(alone, shared, strict=True):
-        assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
-        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
-        assert two["kept_importance_share"] == pytest.approx(one["kept_importance_share"], rel=1e-5)
-    assert shared[0]["loss"] == without[0]["loss"]
-    assert all(two["loss"] != other["loss"] for two, other in zip(shared[2:], without[2:], strict=True))
 
 
 def test_two_runs_are_equal_bit_for_bit(runs: Runs) -> None:
