@@ -44,7 +44,7 @@ def _section(result: StudyResult, name: str) -> str:
     machine = ", ".join(f"{value}" for value in made["machine"].values())
     versions = ", ".join(f"{package} {version}" for package, version in made["versions"].items())
     took = ""
-    if "run_seconds" in made:
+    if "runs" in made:
         took = f" {made['runs']} runs, {made['run_seconds'] / 60:.0f} minutes of one core in all, shared ones included."
     parts = [
         f"## {result.title}\n",
