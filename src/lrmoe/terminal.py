@@ -62,7 +62,8 @@ class Steps:
 
     def _left(self, done: int) -> str:
         """What a bar would say of the whole."""
-        if not 0 < done < self._total:
+        # From the first few steps, which wait for everything, nothing can be told.
+        if not self._total / 50 <= done < self._total:
             return ""
         seconds = (time.monotonic() - self._since) * (self._total - done) / done
         return f"  ({100 * done / self._total:.0f} %, about {minutes(seconds)} left)"
