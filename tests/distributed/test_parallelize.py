@@ -121,6 +121,7 @@ def twice(group: dist.ProcessGroup) -> bool:
     return first[0] == second[0] and all(torch.equal(first[1][name], second[1][name]) for name in first[1])
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_is_the_same_bit_for_bit() -> None:
     assert run_world(4, twice) == [True] * 4
 

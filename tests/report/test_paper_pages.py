@@ -98,7 +98,7 @@ def test_pages_are_written_again_and_damage_is_named(plan_folder: Path, pressure
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no chromium")
-@pytest.mark.parametrize("width", [1280, 500])
+@pytest.mark.parametrize("width", [1280, pytest.param(500, marks=pytest.mark.slow)])
 def test_both_pages_draw_themselves(plan_folder: Path, pressure_folder: Path, width: int, tmp_path: Path) -> None:
     for folder, figures in ((plan_folder, 2), (pressure_folder, 8)):
         copy = tmp_path / folder.parent.name

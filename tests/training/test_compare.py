@@ -79,6 +79,7 @@ def test_variants_are_paired_and_the_table_says_how_they_differ(short: TrainConf
     assert f"{half['eval_loss']:.4f}" in table
 
 
+@pytest.mark.slow
 def test_interrupted_comparison_redoes_only_what_is_unfinished(short: TrainConfig, tmp_path: Path) -> None:
     config = comparison(short)
     whole = run(config, tmp_path / "whole")
@@ -154,6 +155,7 @@ def test_damage_is_told_with_its_mend_before_the_rest_is_trained(short: TrainCon
         prepare_comparison(config, out, resume=True)
 
 
+@pytest.mark.slow
 def test_runs_side_by_side_give_what_runs_one_by_one_give(short: TrainConfig, tmp_path: Path) -> None:
     one = run(comparison(replace(short, threads=1), seeds=(0,)), tmp_path / "one")
     seen: set[str] = set()

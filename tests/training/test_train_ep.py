@@ -347,6 +347,7 @@ def kill_in_the_middle(config: TrainConfig, out: Path, *, rank: int | None) -> t
 ON_LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks in /proc")
 
 
+@pytest.mark.slow
 @ON_LINUX
 def test_killed_rank_ends_the_run_with_one_line(tiny: MakeConfig, tmp_path: Path) -> None:
     code, said = kill_in_the_middle(tiny(ep=2, threads=1, steps=2000, eval_every=2000), tmp_path / "run", rank=1)
