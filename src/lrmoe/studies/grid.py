@@ -148,15 +148,7 @@ def rate_figure(comparison: Comparison, rows: Rows, groups: Mapping[str, Callabl
     for name, belongs in groups.items():
         points = sorted((row for row in rows[1:] if belongs(row)), key=lambda row: row["kept_share"], reverse=True)
         if points:
-            series.append(
-                Series(
-                    name=name,
-                    x=[100 * (1 - row["kept_share"]) for row in points],
-                    y=[row["difference"] for row in points],
-                    low=[row["low"] for row in points],
-                    high=[row["high"] for row in points],
-                )
-            )
+            series.append(difference_series(name, [100 * (1 - row["kept_share"]) for row in points], points))
     spread = rows[0]["spread"]
     return Figure(
         name=comparison.name,
@@ -168,6 +160,17 @@ def rate_figure(comparison: Comparison, rows: Rows, groups: Mapping[str, Callabl
         series=series,
         band=None if spread is None else (-spread, spread),
         band_label="seed spread of no drop",
+    )
+
+
+def difference_series(name: str, x: Sequence[float | str], points: Rows) -> Series:
+    """The rows' differences to no drop at ``x``, each with a bar from its lowest to its highest seed."""
+    return Series(
+        name=name,
+        x=x,
+        y=[row["difference"] for row in points],
+        low=[row["low"] for row in points],
+        high=[row["high"] for row in points],
     )
 
 

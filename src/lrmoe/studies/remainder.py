@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lrmoe.studies.grid import Comparison, GridStudy, Rows, gap, in_regimes, of, told
-from lrmoe.studies.results import Figure, Series
+from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, difference_series, gap, in_regimes, of, told
+from lrmoe.studies.results import Figure
 from lrmoe.studies.study_config import REGIMES, StudyConfig
 
 RATE = 50
@@ -35,11 +35,16 @@ def _name(recipe: str) -> str:
     return f"C{RATE} {recipe}"
 
 
+def _found(table: Rows) -> dict[str, Row]:
+    """The rows that were run, by recipe."""
+    return {recipe: row for recipe in RECIPES if (row := of(table, _name(recipe)))}
+
+
 def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
     """What each addition brings, and the best recipe."""
     said, advice = [], []
     for name, table in rows.items():
-        found = {recipe: row for recipe in RECIPES if (row := of(table, _name(recipe)))}
+        found = _found(table)
         said.append(
             f"At {RATE} % {REGIMES[name]}: " + "; ".join(f"{recipe} {told(row)}" for recipe, row in found.items()) + "."
         )
@@ -58,14 +63,7 @@ def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Fi
     """A point a recipe: all of them leave out as much."""
     found = []
     for comparison in compared:
-        shown = [(recipe, row) for recipe in RECIPES if (row := of(rows[comparison.name], _name(recipe)))]
-        series = Series(
-            name=f"{RATE} % dropped",
-            x=[recipe for recipe, _ in shown],
-            y=[row["difference"] for _, row in shown],
-            low=[row["low"] for _, row in shown],
-            high=[row["high"] for _, row in shown],
-        )
+        shown = _found(rows[comparison.name])
         found.append(
             Figure(
                 name=comparison.name,
@@ -74,7 +72,7 @@ def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Fi
                 "seeds are paired: what tells two recipes apart is their difference seed by seed, in the sentences.",
                 x_label="what stands for dropped pairs",
                 y_label="loss minus no drop, nats a token",
-                series=[series],
+                series=[difference_series(f"{RATE} % dropped", list(shown), list(shown.values()))],
             )
         )
     return found

@@ -62,10 +62,14 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
             )
             said.append(f"At {rate} % {REGIMES[name]}: {each}.")
             plain = of(table, f"C{rate} from the start")
-            # What the guard holds back is no schedule of this rate.
-            sampled = [row for row in known(found) if row["selector"] == "pps" and row["guard_variance"] is None]
-            # Nor is another gradient of the router.
-            sampled = [row for row in sampled if not row["variant"].endswith("exact router")]
+            # Neither what the guard holds back nor another gradient of the router is a schedule of this rate.
+            sampled = [
+                row
+                for row in known(found)
+                if row["selector"] == "pps"
+                and row["guard_variance"] is None
+                and not row["variant"].endswith("exact router")
+            ]
             if plain is None or not sampled:
                 continue
             # By what is to be expected at worst: of few seeds one that does well by luck has a large error.
