@@ -1,15 +1,17 @@
 """LRMoE: a schedulable backward pass for mixture-of-experts training."""
 
-import importlib
-from typing import Any
+from typing import TYPE_CHECKING
 
-from lrmoe import balance
+from lrmoe import lazy
 from lrmoe.config import LRMoEConfig
-from lrmoe.control import Recalibrator, attach
-from lrmoe.experts.meter import recording
-from lrmoe.experts.operator import routed_experts
-from lrmoe.layer import MoE
-from lrmoe.routing import Routing, TopKRouter
+
+if TYPE_CHECKING:
+    from lrmoe import balance, parallel
+    from lrmoe.control import Recalibrator, attach
+    from lrmoe.experts.meter import recording
+    from lrmoe.experts.operator import routed_experts
+    from lrmoe.layer import MoE
+    from lrmoe.routing import Routing, TopKRouter
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,12 +28,22 @@ __all__ = [
     "routed_experts",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    # Only those who train on several ranks need torch.distributed, which not every build of torch has.
-    if name == "parallel":
-        return importlib.import_module("lrmoe.parallel")
-    raise AttributeError(f"module 'lrmoe' has no attribute {name!r}")
+# A configuration needs no torch, and only those who train on several ranks need torch.distributed, which not every
+# build of torch has.
+__getattr__, __dir__ = lazy.attributes(
+    __name__,
+    {
+        "MoE": "lrmoe.layer",
+        "Recalibrator": "lrmoe.control",
+        "Routing": "lrmoe.routing",
+        "TopKRouter": "lrmoe.routing",
+        "attach": "lrmoe.control",
+        "balance": "lrmoe.balance",
+        "parallel": "lrmoe.parallel",
+        "recording": "lrmoe.experts.meter",
+        "routed_experts": "lrmoe.experts.operator",
+    },
+)
 
 
 def register() -> None:

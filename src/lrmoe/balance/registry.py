@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lrmoe.balance.eplb import EPLB
-from lrmoe.balance.fastermoe import FasterMoE
-from lrmoe.balance.fixed import Fixed
-from lrmoe.balance.flexmoe import FlexMoE
-from lrmoe.balance.laer import LAER
-from lrmoe.balance.lrmoe import LRMoE
-from lrmoe.balance.policy import Policy
-from lrmoe.balance.smartmoe import SmartMoE
-from lrmoe.balance.symi import SYMI
-from lrmoe.balance.ultraep import UltraEP
+if TYPE_CHECKING:
+    from lrmoe.balance.policy import Policy
 
-_CLASSES: tuple[type[Policy], ...] = (Fixed, UltraEP, LRMoE, SYMI, LAER, FlexMoE, SmartMoE, FasterMoE, EPLB)
-_POLICIES = {policy.name: policy for policy in _CLASSES}
+# Module and class of each, imported when a policy is asked for.
+_POLICIES = {
+    "fixed": ("fixed", "Fixed"),
+    "ultraep": ("ultraep", "UltraEP"),
+    "lrmoe": ("lrmoe", "LRMoE"),
+    "symi": ("symi", "SYMI"),
+    "laer": ("laer", "LAER"),
+    "flexmoe": ("flexmoe", "FlexMoE"),
+    "smartmoe": ("smartmoe", "SmartMoE"),
+    "fastermoe": ("fastermoe", "FasterMoE"),
+    "eplb": ("eplb", "EPLB"),
+}
 
 
 def names() -> tuple[str, ...]:
@@ -38,10 +41,12 @@ def get(name: str, **options: Any) -> Policy:
     """
     if not isinstance(name, str) or name not in _POLICIES:
         raise ValueError(f"policy={name!r} is not known; choose one of {', '.join(_POLICIES)}")
-    known = list(inspect.signature(_POLICIES[name]).parameters)
+    module, kind = _POLICIES[name]
+    policy: type[Policy] = getattr(importlib.import_module(f"lrmoe.balance.{module}"), kind)
+    known = list(inspect.signature(policy).parameters)
     unknown = [option for option in options if option not in known]
     if unknown:
         raise ValueError(
             f"policy {name!r} has no option {', '.join(map(repr, unknown))}; its options are {', '.join(known)}"
         )
-    return _POLICIES[name](**options)
+    return policy(**options)
