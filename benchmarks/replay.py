@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from lrmoe.balance.workloads import SHAPES
-from lrmoe.studies.replay_run import ReplayConfig, describe, run_replay, short_cell
+from lrmoe.balance.shapes import SHAPES
+from lrmoe.studies.replay_config import ReplayConfig
+from lrmoe.studies.replay_run import describe, run_replay, short_cell
 from lrmoe.studies.systems import SYSTEMS
 
 

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lrmoe.balance.workloads import SHAPES, shaped_loads, skew_of, workload, zipf
+from lrmoe.balance.shapes import SHAPES
+from lrmoe.balance.workloads import shaped_loads, skew_of, workload, zipf
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from lrmoe.balance import Policy, get
+from lrmoe.balance.shapes import SHAPES
 from lrmoe.cli import main
 from lrmoe.studies.balance import Contender, Expert, contenders, measure
-from lrmoe.studies.loads import SHAPES, shaped_loads, skew_of
+from lrmoe.studies.loads import shaped_loads, skew_of
 
 
 def exact_policies() -> list[Policy]:

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lrmoe.studies.plan_run import PlanConfig, plan
-from lrmoe.studies.pressure_run import PressureConfig, pressure
+from lrmoe.studies.plan_config import PlanConfig
+from lrmoe.studies.plan_run import plan
+from lrmoe.studies.pressure_config import PressureConfig
+from lrmoe.studies.pressure_run import pressure
 
 
 def small_model(folder: Path, *, experts: int = 16, name: str = "small") -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from lrmoe.studies.replay_run import ReplayConfig, run_replay
+from lrmoe.studies.replay_config import ReplayConfig
+from lrmoe.studies.replay_run import run_replay
 from lrmoe.training.trace import TraceWriter
 
 POLICIES = "ultraep,lrmoe,symi,symi:slots=2,laer,flexmoe,smartmoe:interval=2,fastermoe,eplb:interval=2"

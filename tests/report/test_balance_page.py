@@ -11,7 +11,8 @@ from test_index_page import figures_of, words
 
 pytest.importorskip("plotly")
 from lrmoe.report import write_report
-from lrmoe.studies.balance_run import BalanceConfig, balance
+from lrmoe.studies.balance_config import BalanceConfig
+from lrmoe.studies.balance_run import balance
 
 SMALL: dict[str, Any] = {"experts": 16, "ranks": 4, "tokens": 512, "top_k": 2, "floor": 1}
 

@@ -13,7 +13,8 @@ from test_index_page import HOSTILE
 
 pytest.importorskip("plotly")
 from lrmoe.report import write_report
-from lrmoe.studies.balance_run import BalanceConfig, balance
+from lrmoe.studies.balance_config import BalanceConfig
+from lrmoe.studies.balance_run import balance
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium")
 

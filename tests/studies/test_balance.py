@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lrmoe.balance import get
-from lrmoe.studies.balance import TOKENS, Contender, Expert, advice, break_even, contenders, measure
+from lrmoe.studies.balance import TOKENS, Contender, advice, break_even, contenders, measure
+from lrmoe.studies.expert import Expert
 from lrmoe.studies.loads import read_loads, skewed_loads
 from lrmoe.studies.skew import HEADINGS, argue, cells
 

@@ -67,8 +67,8 @@ def test_no_slots_and_no_drop(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--skew", "9"], "skew=9.0 must be between 1 and the number of ranks, 8"),
         (["--skew", "two"], "argument --skew: invalid float value: 'two'"),
-        (["--loads", "missing.json"], "missing.json is missing"),
-        (["--loads", "x.json", "--skew", "2"], "loads and skew exclude each other"),
+        (["--loads", "missing.json"], "loads='missing.json' is missing"),
+        (["--loads", "x.json", "--skew", "2"], "loads='x.json' and skew=2.0 exclude each other"),
         (["--loads", "x.json", "--tokens", "9"], "tokens=9 is of synthetic loads"),
         (["--shape", "hot_rank", "--seed", "1"], "seed=1 has no effect on a shape"),
         (["--shape", "hot"], "argument --shape: invalid choice: 'hot'"),

@@ -10,7 +10,6 @@ from lrmoe.balance.fixed import home_plan
 from lrmoe.balance.ownership import Move
 from lrmoe.balance.plan import build_plan, home_ranks
 from lrmoe.balance.quotas import split_quotas
-from lrmoe.studies.balance import Expert
 from lrmoe.studies.costs import (
     Transfer,
     all_reduce,
@@ -24,6 +23,7 @@ from lrmoe.studies.costs import (
     to_home,
     token_transfers,
 )
+from lrmoe.studies.expert import Expert
 from lrmoe.studies.systems import SYSTEMS, Peaks, Sizes
 
 # P = 24 parameters: W = 48, Gr = 96, O = 288 bytes; a row takes 48 operations forward.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lrmoe.balance.shapes import WORKLOADS
 from lrmoe.cli import main
-from lrmoe.studies.routing import WORKLOADS, Routing, synthetic
+from lrmoe.studies.routing import Routing, synthetic
 
 RANKS, EXPERTS, TOKENS, TOP_K = 8, 128, 4, 8
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lrmoe.studies.loads import SHAPES, read_loads, scaled_loads, shaped_loads, skew_of, skewed_loads
+from lrmoe.balance.shapes import SHAPES
+from lrmoe.studies.loads import read_loads, scaled_loads, shaped_loads, skew_of, skewed_loads
 
 
 @pytest.mark.parametrize("skew", [1.0, 1.5, 2.0, 3.5])

@@ -16,7 +16,8 @@ from lrmoe.cluster import Hardware, ModelShape, layer_time, memory
 from lrmoe.studies.balance import Contender, break_even
 from lrmoe.studies.paper_loads import routing_for
 from lrmoe.studies.plan import FASTER, Case, Option, Planner, recommend, study
-from lrmoe.studies.plan_run import PlanConfig, plan
+from lrmoe.studies.plan_config import PlanConfig
+from lrmoe.studies.plan_run import plan
 from lrmoe.training.trace import TraceWriter
 
 MODEL = ModelShape(name="small", dim=512, expert_dim=256, num_experts=16, top_k=2, moe_layers=3)
@@ -201,7 +202,7 @@ def test_the_command_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--ep", "200"], "num_ranks=200 must be between 1 and num_experts=128"),
         (["--max-drop", "1"], "max_drop=1.0 must be in [0, 1)"),
         (["--model", "none"], "model='none' is neither a preset"),
-        (["--skew", "2", "--loads", "x"], "loads and skew exclude each other"),
+        (["--skew", "2", "--loads", "x"], "loads='x' and skew=2.0 exclude each other"),
         (["--steps", "3"], "steps=3 is of a trace"),
         (["--loads", "LOADS"], "holds loads of 2 experts, but qwen3-30b-a3b has 128 a layer"),
         (["--experts-only", "--dense-shards", "2"], "dense_shards=2 has no effect with experts_only"),

@@ -15,7 +15,8 @@ from lrmoe.cluster import hardware, model, token_buffers
 from lrmoe.studies.loads import skewed_loads
 from lrmoe.studies.pair_bytes import KeptRowBytes, OperatorBytes, slopes
 from lrmoe.studies.pressure import Limits, completed, least_drop_plan, under_pressure
-from lrmoe.studies.pressure_run import PressureConfig, pressure
+from lrmoe.studies.pressure_config import PressureConfig
+from lrmoe.studies.pressure_run import pressure
 from lrmoe.studies.published import Assumed, at_one, in_order, needed
 from lrmoe.studies.replay import Choice, Setting
 from lrmoe.studies.routing import Routing
@@ -180,7 +181,7 @@ def test_the_published_memory_from_first_principles() -> None:
         ({"model": "nothing"}, "model='nothing' is neither a preset"),
         ({"hardware": "nothing"}, "hardware=.nothing. is no preset"),
         ({"skew": 9.0}, "skew=9.0 must be between 1 and the number of ranks"),
-        ({"skew": 2.0, "trace": "x"}, "trace and skew exclude each other"),
+        ({"skew": 2.0, "trace": "x"}, "trace=.x. and skew=2.0 exclude each other"),
         ({"pressures": "1,b"}, "pressures='1,b' is no list of numbers"),
         ({"pressures": "0"}, "each must be a finite number above 0"),
         ({"min_keep": 0.0}, "min_keep=0.0 must be above 0"),

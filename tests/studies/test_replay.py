@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from lrmoe.balance import get
-from lrmoe.balance.workloads import SHAPES
+from lrmoe.balance.shapes import SHAPES
 from lrmoe.cli import main
-from lrmoe.studies.balance import Expert
+from lrmoe.studies.expert import Expert
 from lrmoe.studies.replay import Choice, Setting, compare, parse_choices, replay
-from lrmoe.studies.replay_run import ReplayConfig, run_replay
+from lrmoe.studies.replay_config import ReplayConfig
+from lrmoe.studies.replay_run import run_replay
 from lrmoe.studies.routing import Routing, p95, recorded, synthetic
 from lrmoe.studies.systems import SYSTEMS, Sizes
 from lrmoe.training.files import read_records
@@ -239,7 +240,7 @@ def test_the_command_writes_a_folder_that_report_writes_again(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--trace", "nowhere"], "nowhere is missing; give what lrmoe train --trace wrote"),
+        (["--trace", "nowhere"], "trace='nowhere' is missing; give what lrmoe train --trace wrote"),
         (["--trace", "x", "--workload", "burst"], "give either a trace or a workload"),
         (["--trace", "x", "--tokens", "9"], "tokens=9 is of workloads"),
         (["--workload", "burst", "--shape", "burst"], "--shape is for --loads, --shape or --skew alone"),

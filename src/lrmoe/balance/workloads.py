@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from lrmoe.balance.plan import home_ranks
+from lrmoe.balance.shapes import SHAPES
 from lrmoe.config import require_count, require_number
-
-SHAPES = ("balanced", "hot_experts", "hot_rank", "spread", "ragged", "empty", "rotating", "burst")
 
 
 def workload(

@@ -7,17 +7,17 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args
 
+from lrmoe.balance.shapes import SHAPES, WORKLOADS
 from lrmoe.commands.options import add_fields, add_out, need, only_of
 from lrmoe.config import Quota
+from lrmoe.studies.balance_config import BalanceConfig
+from lrmoe.studies.replay_config import ReplayConfig
+from lrmoe.studies.sources import check_files
+from lrmoe.training.files import check_free
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of both kinds of loads."""
-    from lrmoe.studies.balance_run import BalanceConfig
-    from lrmoe.studies.loads import SHAPES
-    from lrmoe.studies.replay_run import ReplayConfig
-    from lrmoe.studies.routing import WORKLOADS
-
     add_out(parser, "balance")
     shared = {field.name for field in fields(BalanceConfig)}
     add_fields(
@@ -30,15 +30,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(given: dict[str, Any]) -> int:
     """The verb."""
-    need("rich", *(["plotly"] if given.get("out") is not None else []))
-    from lrmoe.studies.balance_run import HEADINGS, NOTE, BalanceConfig, balance, break_even_rows, cells
-    from lrmoe.terminal import console, print_table
-
     out, overwrite = given.pop("out", None), given.pop("overwrite", False)
+    if out is not None:
+        check_free(out, overwrite=overwrite)
     if "trace" in given or "workload" in given:
         return _replay(given, out, overwrite)
     only_of("--trace or --workload", given, BalanceConfig)
-    result = balance(BalanceConfig(**given), out, overwrite=overwrite)
+    config = BalanceConfig(**given)
+    check_files(loads=config.loads)
+    need("rich", *(["plotly"] if out is not None else []))
+    from lrmoe.studies.balance_run import HEADINGS, NOTE, balance, break_even_rows, cells
+    from lrmoe.terminal import console, print_table
+
+    result = balance(config, out, overwrite=overwrite)
     matrices, ranks, experts = result.shape
     console.print(f"loads: {result.source}; {matrices} x {experts} experts on {ranks} ranks", markup=False)
     print_table(HEADINGS, [cells(record) for record in result.policies], NOTE)
@@ -51,14 +55,16 @@ def run(given: dict[str, Any]) -> int:
 
 
 def _replay(given: dict[str, Any], out: Path | None, overwrite: bool) -> int:
-    need("numpy", *(["plotly"] if out is not None else []))
-    from lrmoe.studies.replay_run import HEADINGS, NOTE, ReplayConfig, cells, describe, run_replay
+    only_of("--loads, --shape or --skew alone", given, ReplayConfig)
+    config = ReplayConfig(**given)
+    check_files(trace=config.trace)
+    need("rich", "numpy", *(["plotly"] if out is not None else []))
+    from lrmoe.studies.replay_run import HEADINGS, NOTE, cells, describe, run_replay
     from lrmoe.terminal import console, print_table
 
-    only_of("--loads, --shape or --skew alone", given, ReplayConfig)
     with console.status("reading the loads") as status:
         result = run_replay(
-            ReplayConfig(**given),
+            config,
             out,
             overwrite=overwrite,
             progress=lambda who: status.update(f"playing the loads to {who.replace('[', '')}"),

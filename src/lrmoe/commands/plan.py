@@ -8,12 +8,12 @@ from typing import Any, get_args
 
 from lrmoe.commands.options import add_fields, add_out, need
 from lrmoe.config import Quota
+from lrmoe.studies.plan_config import PlanConfig
+from lrmoe.training.files import check_free
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """All settings."""
-    from lrmoe.studies.plan_run import PlanConfig
-
     add_out(parser, "plan")
     names = {"model": "MODEL", "hardware": "NAME", "trace": "PATH"}
     add_fields(
@@ -24,11 +24,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(given: dict[str, Any]) -> int:
     """The verb."""
     out, overwrite = given.pop("out", None), given.pop("overwrite", False)
+    config = PlanConfig(**given)
+    config.check_names()
+    if out is not None:
+        check_free(out, overwrite=overwrite, command="plan")
     need("rich", *(["numpy"] if "trace" in given else []), *(["plotly"] if out is not None else []))
-    from lrmoe.studies.plan_run import HEADINGS, NOTE, PlanConfig, cells, describe, item_rows, plan
+    from lrmoe.studies.plan_run import HEADINGS, NOTE, cells, describe, item_rows, plan
     from lrmoe.terminal import console, print_table
 
-    config = PlanConfig(**given)
     with console.status("reading the loads") as status:
         summary = plan(
             config, out, overwrite=overwrite, progress=lambda who: status.update(f"planning {who.replace('[', '')}")

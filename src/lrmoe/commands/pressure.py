@@ -8,12 +8,12 @@ from typing import Any, get_args
 
 from lrmoe.commands.options import add_fields, add_out, need
 from lrmoe.config import Save
+from lrmoe.studies.pressure_config import PressureConfig
+from lrmoe.training.files import check_free
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """All settings."""
-    from lrmoe.studies.pressure_run import PressureConfig
-
     add_out(parser, "pressure")
     names = {"model": "MODEL", "hardware": "NAME", "trace": "PATH", "policies": "NAME,...", "pressures": "X,X,..."}
     add_fields(
@@ -24,12 +24,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(given: dict[str, Any]) -> int:
     """The verb."""
     out, overwrite = given.pop("out", None), given.pop("overwrite", False)
+    config = PressureConfig(**given)
+    config.check_names()
+    if out is not None:
+        check_free(out, overwrite=overwrite, command="pressure")
     need("rich", *(["numpy"] if "trace" in given else []), *(["plotly"] if out is not None else []))
     from lrmoe.studies.pressure_run import (
         ACCOUNTINGS,
         HEADINGS,
         NOTE,
-        PressureConfig,
         pressure,
         published_rows,
         shown_levels,
@@ -38,7 +41,6 @@ def run(given: dict[str, Any]) -> int:
     )
     from lrmoe.terminal import console, print_table
 
-    config = PressureConfig(**given)
     with console.status("reading the loads") as status:
         summary = pressure(
             config, out, overwrite=overwrite, progress=lambda who: status.update(f"planning {who.replace('[', '')}")

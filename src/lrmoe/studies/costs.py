@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lrmoe.balance import Plan
 from lrmoe.balance.ownership import Move
-from lrmoe.studies.balance import Expert
+from lrmoe.studies.expert import Expert
 
 Kind = Literal["weights", "gradients", "optimizer", "tokens"]
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "tokens")

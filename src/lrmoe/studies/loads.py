@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lrmoe.balance.policy import require_loads
-from lrmoe.balance.workloads import SHAPES, check_sizes, shaped_loads, skew_of, skewed_loads
+from lrmoe.balance.workloads import check_sizes, shaped_loads, skew_of, skewed_loads
 from lrmoe.config import require_count
 
-__all__ = ["SHAPES", "check_sizes", "mean", "read_loads", "scaled_loads", "shaped_loads", "skew_of", "skewed_loads"]
+__all__ = ["check_sizes", "mean", "read_loads", "scaled_loads", "shaped_loads", "skew_of", "skewed_loads"]
 
 
 def scaled_loads(lam_GE: Tensor, tokens: int, top_k: int) -> Tensor:

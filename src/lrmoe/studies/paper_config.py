@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lrmoe.cluster import Hardware, ModelShape
+from lrmoe.cluster import Elementwise, Hardware, ModelShape, hardware, model
 from lrmoe.config import require_count, require_number
-from lrmoe.studies.paper_loads import routing_for
-from lrmoe.studies.published import ELEMENTWISE, GIB
-from lrmoe.studies.routing import Routing
+from lrmoe.studies.sources import check_files, check_one_source
 from lrmoe.training.config import described
+
+if TYPE_CHECKING:
+    from lrmoe.studies.routing import Routing
+
+GIB = 2**30
+ELEMENTWISE: tuple[Elementwise, ...] = ("plain", "fused")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +43,34 @@ class PaperConfig:
         require_count("seed", self.seed)
         if self.budget_gib is not None and not 0 < require_number("budget_gib", self.budget_gib) < float("inf"):
             raise ValueError(f"budget_gib={self.budget_gib!r} must be a finite number above 0")
+        check_one_source(trace=self.trace, loads=self.loads, skew=self.skew)
+        if self.skew is not None and not 1 <= require_number("skew", self.skew) <= self.ep:
+            raise ValueError(
+                f"skew={self.skew!r} must be between 1 and the number of ranks, {self.ep}: largest over mean"
+            )
 
     @property
     def tokens(self) -> int:
         """Of a rank in one microbatch."""
         return self.seq * self.microbatch
+
+    def shape(self) -> ModelShape:
+        """Of the model; ValueError where it is neither a preset nor a config.json."""
+        return model(self.model)
+
+    def machine(self) -> Hardware:
+        """What its ranks are; ValueError where it is neither a preset nor a file of one."""
+        return hardware(self.hardware)
+
+    def check_names(self) -> None:
+        """Checks what is named here, as far as it can be told without a look at the loads.
+
+        Raises:
+            ValueError: naming the field, the value and what it may be.
+        """
+        self.shape()
+        self.machine()
+        check_files(trace=self.trace, loads=self.loads)
 
     def budget(self, machine: Hardware) -> float:
         """Bytes that a rank of the machine may use."""
@@ -55,6 +82,8 @@ class PaperConfig:
         Raises:
             ValueError: if they cannot be used.
         """
+        from lrmoe.studies.paper_loads import routing_for
+
         return routing_for(
             shape,
             ranks=self.ep,

@@ -9,6 +9,7 @@ from lrmoe.cluster import ModelShape
 from lrmoe.config import require_count
 from lrmoe.studies.loads import read_loads, scaled_loads, skewed_loads
 from lrmoe.studies.routing import Routing, recorded
+from lrmoe.studies.sources import check_one_source
 
 
 def routing_for(
@@ -34,9 +35,7 @@ def routing_for(
     Raises:
         ValueError: if more than one is given, a file cannot be used, or it is of another number of experts.
     """
-    given = [name for name, value in (("trace", trace), ("loads", loads), ("skew", skew)) if value is not None]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} exclude each other: each says what the loads are; give one")
+    check_one_source(trace=trace, loads=loads, skew=skew)
     if trace is not None:
         return _scaled(recorded(Path(trace), ranks=ranks, steps=steps), model, tokens, trace)
     if steps is not None:

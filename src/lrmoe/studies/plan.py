@@ -15,7 +15,8 @@ from typing import Any, get_args
 from lrmoe.balance import Plan, get
 from lrmoe.cluster import Elementwise, Hardware, Memory, ModelShape, Precision, layer_time, memory
 from lrmoe.config import Quota, Save
-from lrmoe.studies.balance import Contender, Expert, break_even
+from lrmoe.studies.balance import Contender, break_even
+from lrmoe.studies.expert import Expert
 from lrmoe.studies.loads import mean
 from lrmoe.studies.replay import Record
 from lrmoe.studies.routing import Routing

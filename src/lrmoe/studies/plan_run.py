@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
 
 import lrmoe
-from lrmoe.balance import home_ranks
-from lrmoe.cluster import hardware, model
-from lrmoe.config import require_count, require_number
-from lrmoe.studies.paper_config import PaperConfig, check_operation, elementwise_setting, floor_setting
-from lrmoe.studies.plan import Case, Option, Planner, recommend, study
+from lrmoe.studies.plan import Option, Planner, recommend, study
+from lrmoe.studies.plan_config import PlanConfig
 from lrmoe.studies.replay import Record
-from lrmoe.training.config import described
 from lrmoe.training.files import check_free, clear_run, locked, write_json, write_records
 
 HEADINGS = (
@@ -39,67 +34,6 @@ NOTE = (
     "most drop: at the largest drop that is accepted. replicas: of a record. busiest: over mean rows of a rank. pays "
     "from: tokens a rank from which on replicas save more time than they cost."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanConfig(PaperConfig):
-    """What is planned for.
-
-    Raises:
-        ValueError: naming the field, the value and what it may be.
-    """
-
-    draws: int = described(1, "synthetic loads, each planned for on its own")
-    steps: int | None = described(None, "of a trace the first so many optimizer steps")
-    max_drop: float = described(0.2, "largest share of the rows that the backward may leave out")
-    quota: Literal["expert", "level"] = described("expert", "how the drop is spread over experts")
-    slots: int = described(2, "experts that a rank may hold on top of its own, at most")
-    floor: int = floor_setting()
-    elementwise: Literal["plain", "fused"] = elementwise_setting()
-    experts_only: bool = described(False, "count routed experts alone, not the rest of the model")
-    recompute: bool = described(False, "run each layer's forward again before its backward")
-    optimizer_shards: int = described(1, "parts that the experts' optimizer state is cut in")
-    dense_shards: int | None = described(None, "parts that the rest's weights and states are cut in; default: --ep")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_operation(slots=self.slots, floor=self.floor, elementwise=self.elementwise)
-        require_count("optimizer_shards", self.optimizer_shards, least=1)
-        for name in ("steps", "dense_shards"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name), least=1)
-        if not 0.0 <= require_number("max_drop", self.max_drop) < 1.0:
-            raise ValueError(f"max_drop={self.max_drop!r} must be in [0, 1): a share of the rows")
-        if self.quota not in ("expert", "level"):
-            raise ValueError(f"quota={self.quota!r} is not known; choose one of expert, level")
-        if self.experts_only and self.dense_shards is not None:
-            raise ValueError(f"dense_shards={self.dense_shards!r} has no effect with experts_only; leave one out")
-
-    def case(self) -> Case:
-        """Reads the files.
-
-        Raises:
-            ValueError: if the model, the hardware or the loads cannot be used.
-        """
-        shape, machine = model(self.model), hardware(self.hardware)
-        home_ranks(shape.num_experts, self.ep)
-        extra: dict[str, Any] = {"optimizer_shards": self.optimizer_shards, "recompute": self.recompute}
-        if not self.experts_only:
-            extra |= {"dense": True, "dense_shards": self.ep if self.dense_shards is None else self.dense_shards}
-        return Case(
-            model=shape,
-            hardware=machine,
-            ranks=self.ep,
-            tokens=self.tokens,
-            routing=self.routing(shape, steps=self.steps),
-            budget=self.budget(machine),
-            max_drop=self.max_drop,
-            quota=self.quota,
-            slots=self.slots,
-            floor=self.floor,
-            elementwise=self.elementwise,
-            memory=extra,
-        )
 
 
 def plan(

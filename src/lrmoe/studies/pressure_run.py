@@ -9,17 +9,15 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import lrmoe
-from lrmoe.cluster import Hardware, ModelShape, hardware, model
-from lrmoe.config import Save, require_number
-from lrmoe.studies.balance import Expert
+from lrmoe.cluster import Hardware, ModelShape, model
+from lrmoe.studies.expert import Expert
 from lrmoe.studies.pair_bytes import Accounting, PairBytes, accounting
-from lrmoe.studies.paper_config import PaperConfig, check_operation, elementwise_setting, floor_setting
+from lrmoe.studies.paper_config import ELEMENTWISE, GIB
 from lrmoe.studies.paper_loads import routing_for
 from lrmoe.studies.pressure import Limits, under_pressure
+from lrmoe.studies.pressure_config import PressureConfig
 from lrmoe.studies.published import (
     BACKWARD_MS,
-    ELEMENTWISE,
-    GIB,
     MEMORY,
     THROUGHPUT,
     TOKENS,
@@ -31,11 +29,8 @@ from lrmoe.studies.published import (
 from lrmoe.studies.replay import Choice, Record, Setting, parse_choices
 from lrmoe.studies.routing import Routing
 from lrmoe.studies.systems import Sizes
-from lrmoe.training.config import described
 from lrmoe.training.files import check_free, clear_run, locked, write_json, write_records
 
-POLICIES = "fixed,symi,ultraep,lrmoe"
-PRESSURES = (*range(1, 21), 24, 28, 32, 40)
 SKEWS = (1.0, 1.05, 1.1, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 7.0)
 """At which the order of the systems is looked at."""
 COMPARED = (1.5, 2.0, 2.5, 3.0)
@@ -47,52 +42,6 @@ NOTE = (
     "the batch that every rank has room for, which the fullest decides. backward: rows whose backward is computed. "
     "kept, least: of an expert's rows. busiest: over mean rows of a rank. demand: rows' bytes on the fullest rank."
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class PressureConfig(PaperConfig):
-    """One MoE layer of a model under a growing batch.
-
-    Raises:
-        ValueError: naming the field, the value and what it may be.
-    """
-
-    seq: int = described(8192, "tokens of a sequence")
-    microbatch: int = described(4, "sequences of a rank at pressure 1")
-    budget_gib: float | None = described(None, "GiB a rank has for one layer; default: all that the hardware has")
-    draws: int = described(5, "synthetic loads that are averaged over")
-    slots: int = described(2, "experts a rank may hold on top of its own")
-    floor: int = floor_setting()
-    min_keep: float = described(0.5, "share of its rows that the backward of every expert keeps at least, under LRMoE")
-    save: Literal["preactivation", "input"] = described("preactivation", "what LRMoE's operator keeps from the forward")
-    elementwise: Literal["plain", "fused"] = elementwise_setting()
-    policies: str = described(POLICIES, "comma-separated, options after colons, e.g. symi:slots=20,ultraep")
-    pressures: str | None = described(None, "comma-separated; default: 1 to 20, 24, 28, 32, 40")
-    at: float = described(20.0, "pressure at which the order of the systems is looked at for other skews")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_operation(slots=self.slots, floor=self.floor, elementwise=self.elementwise)
-        if not 0.0 < require_number("min_keep", self.min_keep) <= 1.0:
-            raise ValueError(f"min_keep={self.min_keep!r} must be above 0 and at most 1: a share of an expert's rows")
-        if not 0 < require_number("at", self.at) < float("inf"):
-            raise ValueError(f"at={self.at!r} must be a finite number above 0")
-        if self.save not in get_args(Save):
-            raise ValueError(f"save={self.save!r} is not known; choose one of {', '.join(get_args(Save))}")
-        self.levels  # noqa: B018  Checks itself.
-
-    @property
-    def levels(self) -> tuple[float, ...]:
-        """The pressures, ascending."""
-        if self.pressures is None:
-            return tuple(map(float, PRESSURES))
-        try:
-            found = sorted({float(part) for part in self.pressures.split(",")})
-        except ValueError:
-            raise ValueError(f"pressures={self.pressures!r} is no list of numbers such as 1,2,4,8") from None
-        if not all(0 < level < float("inf") for level in found):
-            raise ValueError(f"pressures={self.pressures!r}: each must be a finite number above 0")
-        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +61,10 @@ class Study:
         Raises:
             ValueError: if the model, the hardware, the loads or a policy cannot be used.
         """
-        shape = model(config.model)
+        shape, machine = config.shape(), config.machine()
         routing = config.routing(shape)
         choices = parse_choices(config.policies)
-        return cls(config=config, model=shape, hardware=hardware(config.hardware), routing=routing, choices=choices)
+        return cls(config=config, model=shape, hardware=machine, routing=routing, choices=choices)
 
     @property
     def budget(self) -> float:

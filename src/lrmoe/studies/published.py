@@ -12,15 +12,14 @@ from itertools import pairwise
 from typing import Any
 
 from lrmoe.balance import Plan, get
-from lrmoe.cluster import Elementwise, Hardware, ModelShape, expert_state, layer_time
+from lrmoe.cluster import Hardware, ModelShape, expert_state, layer_time
 from lrmoe.studies.loads import skewed_loads
 from lrmoe.studies.pair_bytes import PairBytes, accounting
+from lrmoe.studies.paper_config import ELEMENTWISE, GIB
 from lrmoe.studies.pressure import completed
 
 Record = dict[str, Any]
-GIB = 2**30
 TOKENS = 8192 * 4
-ELEMENTWISE: tuple[Elementwise, ...] = ("plain", "fused")
 MEMORY = {
     "fixed": {"subtotal": 12.88, "buffers": 12.46},
     "lrmoe": {"subtotal": 5.44, "buffers": 4.97},

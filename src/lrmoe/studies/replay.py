@@ -22,8 +22,8 @@ from torch import Tensor
 from lrmoe.balance import Plan, Policy, get
 from lrmoe.balance.ownership import HistoryPolicy, Move
 from lrmoe.config import Quota
-from lrmoe.studies.balance import Expert
 from lrmoe.studies.costs import KINDS, Transfer, compute_seconds, max_over_mean, token_transfers
+from lrmoe.studies.expert import Expert
 from lrmoe.studies.loads import mean
 from lrmoe.studies.routing import Routing, p95
 from lrmoe.studies.systems import SYSTEMS, Peaks, Sizes

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 import lrmoe
-from lrmoe.config import require_count, require_number
-from lrmoe.studies.balance import Expert
 from lrmoe.studies.costs import KINDS
-from lrmoe.studies.replay import Choice, Outcome, Record, Setting, compare, parse_choices
-from lrmoe.studies.routing import WORKLOADS, Routing, recorded, synthetic
-from lrmoe.studies.systems import SYSTEMS, Sizes
-from lrmoe.training.config import described
+from lrmoe.studies.replay import Outcome, Record, Setting, compare
+from lrmoe.studies.replay_config import ReplayConfig
+from lrmoe.studies.routing import Routing
+from lrmoe.studies.systems import SYSTEMS
 from lrmoe.training.files import check_free, clear_run, locked, write_json, write_records
 
 HEADINGS = (
@@ -46,102 +43,6 @@ NOTE = (
     "layers in a step, nothing hidden; hidden: if copies hide behind the computing of their layer. / fixed: MoE over "
     "that of fixed ownership under the same drop."
 )
-SYNTHETIC_STEPS = 40
-_SIZES = {"experts": 128, "ranks": 8, "tokens": 4096, "top_k": 8, "seed": 0, "steps": SYNTHETIC_STEPS}
-_WIDTHS = {"dim": 2048, "expert_dim": 768}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayConfig:
-    """What is played to which policies.
-
-    The loads come from exactly one of ``trace`` and ``workload``. Sizes that are None are those of a trace, or 128
-    experts, 8 ranks, 4096 tokens and 8 experts a token for a workload; experts' widths that are None those that a trace
-    names, or 2048 and 768.
-
-    Raises:
-        ValueError: naming the field, the value and what it may be.
-    """
-
-    trace: str | None = described(None, "routing trace: run folder of lrmoe train --trace, its trace/ or a part")
-    workload: str | None = described(None, f"synthetic run: {', '.join(WORKLOADS)}")
-    policies: str | None = described(
-        None, f"comma-separated, options after colons, e.g. symi,laer:node_size=4; default: {', '.join(SYSTEMS)}"
-    )
-    steps: int | None = described(
-        None, f"optimizer steps: of a workload ({SYNTHETIC_STEPS}); of a trace the first so many"
-    )
-    layers: int | None = described(None, "MoE layers that memory is counted for; default: those of the trace, 1")
-    skew: float | None = described(None, "of the workload zipf: largest over mean rows of a rank (2)")
-    experts: int | None = described(None, "experts of a workload (128)")
-    ranks: int | None = described(None, "ranks of a workload (8), or to deal the loads of a trace out over")
-    tokens: int | None = described(None, "tokens of a rank, of a workload (4096)")
-    top_k: int | None = described(None, "experts a token, of a workload (8)")
-    seed: int | None = described(None, "of a workload's draws (0)")
-    drop: float = described(0.2, "share of the rows that the backward may leave out")
-    quota: Literal["expert", "level"] = described("expert", "how the drop is spread over experts")
-    slots: int = described(1, "experts a rank may hold on top of its own")
-    capacity: float | None = described(None, "rows whose backward a rank can hold; default: no limit")
-    floor: int = described(1024, "rows that a replica of UltraEP must take where its fast path fails")
-    dim: int | None = described(None, "model width; default: the trace's, else 2048")
-    expert_dim: int | None = described(None, "expert width; default: the trace's, else 768")
-    flops: float = described(4e14, "operations a second that a rank reaches")
-    bandwidth: float = described(4e11, "bytes a second between a rank and the others, each way")
-
-    def __post_init__(self) -> None:
-        if (self.trace is None) == (self.workload is None):
-            raise ValueError("give either a trace or a workload: each says what the loads are")
-        for name in ("experts", "tokens", "top_k", "seed", "skew") if self.trace is not None else ():
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name}={getattr(self, name)!r} is of workloads; leave it out with a trace")
-        for name in ("steps", "layers", "ranks"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name), least=1)
-        require_count("slots", self.slots)
-        require_count("floor", self.floor, least=1)
-        if not 0.0 <= require_number("drop", self.drop) < 1.0:
-            raise ValueError(f"drop={self.drop!r} must be in [0, 1): the fraction of pairs the backward may leave out")
-        if self.capacity is not None and not require_number("capacity", self.capacity) > 0:
-            raise ValueError(f"capacity={self.capacity!r} must be a positive number")
-        self.expert({})  # Checks its part.
-
-    def choices(self) -> list[Choice]:
-        """The policies, fixed ownership first."""
-        return parse_choices(self.policies)
-
-    def routing(self) -> Routing:
-        """The loads.
-
-        Raises:
-            ValueError: if the trace cannot be used, or a workload cannot be had.
-        """
-        if self.trace is not None:
-            return recorded(Path(self.trace), ranks=self.ranks, steps=self.steps)
-        assert self.workload is not None
-        sizes = {
-            name: default if getattr(self, name) is None else getattr(self, name) for name, default in _SIZES.items()
-        }
-        return synthetic(self.workload, skew=self.skew, **sizes)
-
-    def expert(self, about: dict[str, Any]) -> Expert:
-        """Its widths and the rates; ``about`` is what a trace says of its model."""
-        widths = {}
-        for name, default in _WIDTHS.items():
-            own, told = getattr(self, name), about.get(name)
-            widths[name] = own if own is not None else told if isinstance(told, int) and told > 0 else default
-        return Expert(flops=self.flops, bandwidth=self.bandwidth, **widths)
-
-    def setting(self, routing: Routing) -> Setting:
-        """What the policies share."""
-        _, ranks, experts = routing.shape
-        layers = len(set(routing.layer)) if self.layers is None else self.layers
-        return Setting(
-            sizes=Sizes(experts=experts, ranks=ranks, layers=layers, expert=self.expert(routing.about)),
-            slots=self.slots,
-            capacity=self.capacity,
-            floor=self.floor,
-            quota=self.quota,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from lrmoe.balance.plan import home_ranks
-from lrmoe.balance.workloads import SHAPES, skew_of, workload, zipf
+from lrmoe.balance.shapes import WORKLOADS
+from lrmoe.balance.workloads import skew_of, workload, zipf
 from lrmoe.config import require_count
 from lrmoe.studies.loads import mean
-
-WORKLOADS = (*SHAPES, "zipf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +130,7 @@ def synthetic(
     """One layer and microbatch a step of a workload of :mod:`lrmoe.balance.workloads`, every source with its own draws.
 
     Args:
-        name: one of :data:`WORKLOADS`.
+        name: one of :data:`lrmoe.balance.shapes.WORKLOADS`.
         skew: of ``zipf``: largest over mean rows of a rank; default 2.
 
     Raises:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from lrmoe.balance import Plan, Policy
 from lrmoe.balance.ownership import Move
-from lrmoe.studies.balance import Expert
 from lrmoe.studies.costs import Transfer, all_reduce, broadcast, from_home, moves, reduce, regular, relayed, to_home
+from lrmoe.studies.expert import Expert
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,105 @@
+"""What ``lrmoe balance`` is told of loads to plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from lrmoe.balance.shapes import SHAPES
+from lrmoe.config import require_count
+from lrmoe.studies.expert import Expert
+from lrmoe.studies.sources import check_one_source, check_planning
+from lrmoe.training.config import described
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STEPS = 4
+"""Of the shapes that change from step to step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceConfig:
+    """What is planned, and how.
+
+    The loads come from exactly one of ``loads``, ``shape`` and ``skew`` (2 if none is given). Sizes that are None are
+    128 experts, 8 ranks, 4096 tokens and 8 experts a token for a skew, 16, 4, 512 and 2 for a shape, and for a file
+    what it holds, with 8 experts a token.
+
+    Raises:
+        ValueError: naming the field, the value and what it may be.
+    """
+
+    loads: str | None = described(None, "JSON file: matrix (ranks, experts) of pairs, several, or one load an expert")
+    skew: float | None = described(None, "synthetic loads, or of --workload zipf: largest over mean rows of a rank (2)")
+    shape: str | None = described(None, f"synthetic loads of a shape: {', '.join(SHAPES)}")
+    experts: int | None = described(None, "experts of synthetic loads (128; 16 for a shape)")
+    ranks: int | None = described(
+        None,
+        "ranks of synthetic loads (8; 4 for a shape), of a file with one load an expert, or to deal a trace out over",
+    )
+    tokens: int | None = described(None, "tokens of a rank, of synthetic loads (4096; 512 for a shape)")
+    top_k: int | None = described(None, "experts a token (8; 2 for a shape)")
+    seed: int | None = described(None, "of loads with a skew, or of a workload (0)")
+    drop: float = described(0.2, "share of the rows that the backward may leave out")
+    quota: Literal["expert", "level"] = described("expert", "how the drop is spread over experts")
+    slots: int = described(1, "replicas a rank may hold, of policies with a total: experts on top of its own")
+    capacity: float | None = described(None, "rows whose backward a rank can hold; default: no limit")
+    floor: int = described(1024, "rows that a replica of UltraEP must take where its fast path fails")
+    dim: int = described(2048, "model width, of the break-even and of modelled times")
+    expert_dim: int = described(768, "expert width")
+    flops: float = described(4e14, "operations a second that a rank reaches")
+    bandwidth: float = described(4e11, "bytes a second between a rank and the others, each way")
+
+    def __post_init__(self) -> None:
+        check_one_source(loads=self.loads, skew=self.skew, shape=self.shape)
+        for name in ("experts", "tokens", "seed") if self.loads is not None else ():
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is of synthetic loads; leave it out with loads={self.loads!r}"
+                )
+        if self.shape is not None and self.seed is not None:
+            raise ValueError(f"seed={self.seed!r} has no effect on a shape, which draws nothing; leave it out")
+        for name in ("experts", "ranks", "top_k"):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name), least=1)
+        for name in ("tokens", "seed"):
+            if getattr(self, name) is not None:
+                require_count(name, getattr(self, name))
+        check_planning(drop=self.drop, quota=self.quota, slots=self.slots, capacity=self.capacity, floor=self.floor)
+        self.expert  # noqa: B018  Checks its part.
+
+    @property
+    def expert(self) -> Expert:
+        """Sizes and rates of the break-even."""
+        return Expert(dim=self.dim, expert_dim=self.expert_dim, flops=self.flops, bandwidth=self.bandwidth)
+
+    @property
+    def choices(self) -> int:
+        """Experts a token."""
+        return self.top_k if self.top_k is not None else 2 if self.shape else 8
+
+    def load(self) -> tuple[str, list[Tensor]]:
+        """What the loads are, in words, and the matrices.
+
+        Raises:
+            ValueError: if the file cannot be used, or a size or the skew is out of range.
+        """
+        from lrmoe.studies.loads import read_loads, shaped_loads, skewed_loads
+
+        if self.loads is not None:
+            matrices = read_loads(Path(self.loads), self.ranks)
+            return self.loads, matrices
+        experts, ranks, tokens = (16, 4, 512) if self.shape else (128, 8, 4096)
+        sizes = {
+            "num_experts": experts if self.experts is None else self.experts,
+            "num_ranks": ranks if self.ranks is None else self.ranks,
+            "tokens": tokens if self.tokens is None else self.tokens,
+            "top_k": self.choices,
+        }
+        if self.shape is not None:
+            steps = STEPS if self.shape in ("rotating", "burst") else 1
+            return f"synthetic, {self.shape}", [shaped_loads(self.shape, step=step, **sizes) for step in range(steps)]
+        skew = 2.0 if self.skew is None else self.skew
+        return f"synthetic, max/mean {skew:g}", [skewed_loads(skew, seed=self.seed or 0, **sizes)]
