@@ -83,7 +83,7 @@ class LAER(HistoryPolicy):
             )
 
     def _initial(self, num_experts: int, num_ranks: int) -> Slots:
-        even = torch.ones(num_ranks, num_experts, dtype=torch.int64)
+        even = torch.ones(num_ranks, num_experts, dtype=torch.int64, device="cpu")
         return self.layout(even)
 
     def _remember(self, history: LayerHistory, lam_GE: Tensor) -> None:
@@ -113,7 +113,7 @@ class LAER(HistoryPolicy):
         slots_EG = slot_counts(layout, lam_GE.shape[1])
         routed_GEG = lite_route(lam_GE, slots_EG, self.node_size)
         sent_GG = routed_GEG.sum(1)
-        node_G = torch.arange(len(layout)) // self.node_size
+        node_G = torch.arange(len(layout), device="cpu") // self.node_size
         near_GG = node_G.unsqueeze(1) == node_G
         near = int(sent_GG[near_GG].sum()) - int(sent_GG.diagonal().sum())
         far = int(sent_GG[~near_GG].sum())
@@ -175,8 +175,8 @@ def lite_route(lam_GE: Tensor, slots_EG: Tensor, node_size: int) -> Tensor:
     """
     num_ranks, num_experts = lam_GE.shape
     nodes = -(-num_ranks // node_size)
-    node_G = torch.arange(num_ranks) // node_size
-    near_N1G = (torch.arange(nodes).unsqueeze(1) == node_G).unsqueeze(1)
+    node_G = torch.arange(num_ranks, device="cpu") // node_size
+    near_N1G = (torch.arange(nodes, device="cpu").unsqueeze(1) == node_G).unsqueeze(1)
     open_NEG = slots_EG * near_N1G
     open_NEG = torch.where(open_NEG.any(2, keepdim=True), open_NEG, slots_EG)
     upto_NEG = open_NEG.cumsum(2)

@@ -224,12 +224,12 @@ class LRMoE(ExactPolicy):
 
 
 def _finish(lam_GE: Tensor, home: Placement, found: Found, extra: int) -> Plan:
-    quota_E = torch.tensor(home.quota_E, dtype=torch.int64)
+    quota_E = torch.tensor(home.quota_E, dtype=torch.int64, device="cpu")
     if not found.exports:
         plan = home_plan(lam_GE, quota_E)
         return Plan(plan.hosts, plan.rows_EG, plan.quota_EG, lam_GE, extra)
     hosts, rows_EG = build_plan(lam_GE, home.homes, [(e, rank, rows) for e, rank, rows, _ in found.exports])
-    home_E1 = torch.tensor(home.homes).unsqueeze(1)
+    home_E1 = torch.tensor(home.homes, device="cpu").unsqueeze(1)
     quota_EG = torch.zeros_like(rows_EG).scatter_(1, home_E1, quota_E.unsqueeze(1))
     for expert, rank, _, kept in found.exports:
         quota_EG[expert, rank] += kept

@@ -255,7 +255,7 @@ def slot_counts(placement: Slots, num_experts: int) -> Tensor:
     """int64 (E, G): how many slots of each rank hold the expert."""
     num_ranks = len(placement)
     cells = [expert * num_ranks + rank for rank, slots in enumerate(placement) for expert in slots]
-    counts = torch.bincount(torch.tensor(cells, dtype=torch.int64), minlength=num_experts * num_ranks)
+    counts = torch.bincount(torch.tensor(cells, dtype=torch.int64, device="cpu"), minlength=num_experts * num_ranks)
     return counts.view(num_experts, num_ranks)
 
 
@@ -268,7 +268,7 @@ def even_rows(load_E: Tensor, slots_EG: Tensor) -> Tensor:
     upto_EG = slots_EG.cumsum(1)
     total_E1 = upto_EG[:, -1:]
     ends_EG = (2 * load_E.unsqueeze(1) * upto_EG + total_E1) // (2 * total_E1)
-    return ends_EG.diff(dim=1, prepend=torch.zeros(len(load_E), 1, dtype=torch.int64))
+    return ends_EG.diff(dim=1, prepend=torch.zeros(len(load_E), 1, dtype=torch.int64, device="cpu"))
 
 
 def hosts_of(slots_EG: Tensor, first_E: Sequence[int] | None) -> tuple[tuple[int, ...], ...]:
@@ -298,6 +298,6 @@ def moves_between(layer: int, old: Slots, new: Slots) -> list[Move]:
 def _restored(entry: Mapping[str, Any]) -> LayerHistory:
     return LayerHistory(
         tuple(tuple(slots) for slots in entry["placement"]),
-        [torch.tensor(loads, dtype=torch.int64) for loads in entry["loads"]],
+        [torch.tensor(loads, dtype=torch.int64, device="cpu") for loads in entry["loads"]],
         int(entry["observed"]),
     )

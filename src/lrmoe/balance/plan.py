@@ -75,7 +75,7 @@ class Plan:
         # Where one instance takes all rows of an expert, no matter which, there is nothing to split.
         only_E = self.rows_EG.argmax(1)
         split_R = ((self.rows_EG > 0).sum(1) > 1).nonzero().squeeze(1)
-        alloc_GEG = torch.zeros(num_ranks, num_experts, num_ranks, dtype=torch.int64)
+        alloc_GEG = torch.zeros(num_ranks, num_experts, num_ranks, dtype=torch.int64, device="cpu")
         alloc_GEG.scatter_(2, only_E.view(1, -1, 1).expand(num_ranks, -1, 1), self.lam_GE.unsqueeze(2))
         if split_R.numel():
             split_RGG = split_exact(self.lam_GE.t()[split_R], self.rows_EG[split_R])
@@ -99,7 +99,7 @@ class Plan:
     @property
     def moved_rows(self) -> int:
         """Forward rows that replicas compute instead of the home ranks."""
-        home_E = torch.tensor([ranks[0] for ranks in self.hosts], dtype=torch.int64)
+        home_E = torch.tensor([ranks[0] for ranks in self.hosts], dtype=torch.int64, device="cpu")
         return int(self.rows_EG.sum() - self.rows_EG.gather(1, home_E.unsqueeze(1)).sum())
 
     def validate(self, slots: int | None = None, *, ownership: Ownership = "home") -> Plan:
@@ -124,7 +124,7 @@ class Plan:
                 )
         if len(self.hosts) != num_experts:
             raise ValueError(f"hosts lists {len(self.hosts)} experts; the loads have {num_experts}")
-        elsewhere_EG = torch.ones(num_experts, num_ranks, dtype=torch.bool)
+        elsewhere_EG = torch.ones(num_experts, num_ranks, dtype=torch.bool, device="cpu")
         for expert, ranks in enumerate(self.hosts):
             if not ranks:
                 raise ValueError(f"hosts[{expert}] is empty: every expert needs a host")
@@ -187,8 +187,8 @@ def build_plan(
     """The hosts and rows (E, G) that come of ``exports``: (expert, rank, rows) of each replica, in planned order."""
     num_ranks, num_experts = lam_GE.shape
     hosts: list[tuple[int, ...]] = [(home,) for home in homes]
-    rows_EG = torch.zeros(num_experts, num_ranks, dtype=torch.int64)
-    rows_EG.scatter_(1, torch.tensor(homes, dtype=torch.int64).unsqueeze(1), lam_GE.sum(0).unsqueeze(1))
+    rows_EG = torch.zeros(num_experts, num_ranks, dtype=torch.int64, device="cpu")
+    rows_EG.scatter_(1, torch.tensor(homes, dtype=torch.int64, device="cpu").unsqueeze(1), lam_GE.sum(0).unsqueeze(1))
     for expert, rank, rows in exports:
         hosts[expert] = (*hosts[expert], rank)
         rows_EG[expert, rank] += rows

@@ -31,11 +31,13 @@ def rank_quotas(kind: Quota, load_E: Tensor, homes: Sequence[int], drop: float) 
     loads_G: list[list[int]] = [[] for _ in range(num_ranks)]
     for load, home in zip(load_E.tolist(), homes, strict=True):
         loads_G[home].append(load)
-    load_G = torch.tensor([sum(loads) for loads in loads_G])
+    load_G = torch.tensor([sum(loads) for loads in loads_G], device="cpu")
     target = torch.floor((1.0 - drop) * load_G.sum().to(torch.float64) + 0.5).to(torch.int64)
     kept = level(load_G, target).tolist()
     # Experts lie rank after rank, so the ranks' lists in order are the experts in order.
-    return torch.tensor([q for loads, k in zip(loads_G, kept, strict=True) for q in _same_share(loads, k)])
+    return torch.tensor(
+        [q for loads, k in zip(loads_G, kept, strict=True) for q in _same_share(loads, k)], device="cpu"
+    )
 
 
 def _same_share(loads: list[int], kept: int) -> list[int]:
@@ -74,9 +76,9 @@ def split_quotas(quota_E: Tensor, rows_EG: Tensor, hosts: Sequence[Sequence[int]
 
     Largest remainder, lower rank first; never above the instance's rows.
     """
-    home_E1 = torch.tensor([ranks[0] for ranks in hosts], dtype=torch.int64).unsqueeze(1)
+    home_E1 = torch.tensor([ranks[0] for ranks in hosts], dtype=torch.int64, device="cpu").unsqueeze(1)
     quota_EG = torch.zeros_like(rows_EG).scatter_(1, home_E1, quota_E.unsqueeze(1))
     for expert, ranks in enumerate(hosts):
         if len(ranks) > 1:
-            quota_EG[expert] = torch.tensor(proportional(rows_EG[expert].tolist(), int(quota_E[expert])))
+            quota_EG[expert] = torch.tensor(proportional(rows_EG[expert].tolist(), int(quota_E[expert])), device="cpu")
     return quota_EG

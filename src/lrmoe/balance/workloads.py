@@ -35,7 +35,7 @@ def workload(
     _require_shape("name", name)
     check_sizes(experts, ranks, tokens, top_k)
     noise = _require_noise(noise)
-    generator = torch.Generator().manual_seed(require_count("seed", seed))
+    generator = torch.Generator(device="cpu").manual_seed(require_count("seed", seed))
     matrices = []
     for step in range(require_count("steps", steps, least=1)):
         popularity_E, tokens_G = _shape(name, experts, ranks, tokens, step)
@@ -69,11 +69,11 @@ def zipf(
         raise ValueError(f"skew={skew!r} must be between 1 and the number of ranks, {ranks}: largest over mean")
     noise = _require_noise(noise)
     require_count("steps", steps, least=1)
-    generator = torch.Generator().manual_seed(require_count("seed", seed))
-    orders = [torch.randperm(experts, generator=generator) for _ in range(_ORDERS)]
-    place_E = torch.arange(1, experts + 1, dtype=torch.float64)
+    generator = torch.Generator(device="cpu").manual_seed(require_count("seed", seed))
+    orders = [torch.randperm(experts, generator=generator, device="cpu") for _ in range(_ORDERS)]
+    place_E = torch.arange(1, experts + 1, dtype=torch.float64, device="cpu")
     nearest = 1.0
-    for order_E in (*orders, torch.arange(experts)):
+    for order_E in (*orders, torch.arange(experts, device="cpu")):
 
         def popularity(power: float, order_E: Tensor = order_E) -> Tensor:
             return place_E[order_E] ** -power
@@ -119,15 +119,15 @@ def skewed_loads(
     skew = require_number("skew", skew)
     if not 1.0 <= skew <= num_ranks:
         raise ValueError(f"skew={skew!r} must be between 1 and the number of ranks, {num_ranks}: largest over mean")
-    generator = torch.Generator().manual_seed(require_count("seed", seed))
+    generator = torch.Generator(device="cpu").manual_seed(require_count("seed", seed))
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
 
-    home_E = torch.tensor(home_ranks(num_experts, num_ranks))
+    home_E = torch.tensor(home_ranks(num_experts, num_ranks), device="cpu")
     log_E = 0.5 * normal(num_ranks)[home_E] + normal(num_experts)
     log_GE = log_E + 0.1 * normal(num_ranks, num_experts)
-    rank_G = torch.zeros(num_ranks, dtype=torch.float64).index_add_(0, home_E, log_E.exp())
+    rank_G = torch.zeros(num_ranks, dtype=torch.float64, device="cpu").index_add_(0, home_E, log_E.exp())
     is_hottest_E = (home_E == rank_G.argmax()).to(torch.float64)
 
     def loads(power: float) -> Tensor:
@@ -171,8 +171,8 @@ def shaped_loads(
 def skew_of(lam_GE: Tensor) -> float:
     """Largest over mean rows of a rank, with every expert at home; 1 without rows."""
     num_ranks, num_experts = lam_GE.shape
-    home_E = torch.tensor(home_ranks(num_experts, num_ranks))
-    rows_G = torch.zeros(num_ranks, dtype=torch.int64).index_add_(0, home_E, lam_GE.sum(0))
+    home_E = torch.tensor(home_ranks(num_experts, num_ranks), device="cpu")
+    rows_G = torch.zeros(num_ranks, dtype=torch.int64, device="cpu").index_add_(0, home_E, lam_GE.sum(0))
     return float(rows_G.max() * num_ranks / rows_G.sum()) if rows_G.any() else 1.0
 
 
@@ -212,8 +212,8 @@ def _sources(popularity_E: Tensor, tokens_G: list[int], top_k: int, noise: float
     Sources that all rounded alike would send their few tokens to the same experts, however balanced.
     """
     sizes = (len(tokens_G), len(popularity_E))
-    factor_GE = (noise * torch.randn(sizes, generator=generator, dtype=torch.float64)).exp()
-    phase_G = 0.01 + 0.98 * torch.rand(len(tokens_G), generator=generator, dtype=torch.float64)
+    factor_GE = (noise * torch.randn(sizes, generator=generator, dtype=torch.float64, device="cpu")).exp()
+    phase_G = 0.01 + 0.98 * torch.rand(len(tokens_G), generator=generator, dtype=torch.float64, device="cpu")
     phases = phase_G.tolist() if noise else [0.5] * len(tokens_G)
     return torch.stack(
         [
@@ -226,7 +226,7 @@ def _sources(popularity_E: Tensor, tokens_G: list[int], top_k: int, noise: float
 def _shape(shape: str, num_experts: int, num_ranks: int, tokens: int, step: int) -> tuple[Tensor, list[int]]:
     """Popularity of each expert, and tokens of each source."""
     homes = home_ranks(num_experts, num_ranks)
-    popularity_E = torch.ones(num_experts, dtype=torch.float64)
+    popularity_E = torch.ones(num_experts, dtype=torch.float64, device="cpu")
     tokens_G = [tokens] * num_ranks
     if shape == "hot_experts":
         popularity_E[[0, 1 % num_experts, homes.index(min(1, num_ranks - 1))]] = 8.0
@@ -265,6 +265,6 @@ def _counts(popularity_E: Tensor, tokens: int, top_k: int, phase: float = 0.5) -
         shares[expert] = share
         left = max(left - share, 0.0)
     # In fixed point, where a share of one gives exactly ``tokens``.
-    share_E = torch.tensor(shares, dtype=torch.float64)
+    share_E = torch.tensor(shares, dtype=torch.float64, device="cpu")
     upto_E = ((share_E * 2**32).round().to(torch.int64).cumsum(0) * tokens + int(phase * 2**32)) >> 32
-    return upto_E.diff(prepend=torch.zeros(1, dtype=torch.int64))
+    return upto_E.diff(prepend=torch.zeros(1, dtype=torch.int64, device="cpu"))

@@ -91,12 +91,12 @@ def measure_planning(policy: Policy, lam_NGE: Sequence[Tensor], *, drop: float =
 def skewed_loads(*, num_experts: int, ranks: int, pairs: int, power: float, seed: int) -> Tensor:
     """int64 (G, E): ``pairs`` pairs of each rank, over experts whose popularity falls as (1 + place) ** -power, in an
     order that is drawn; synthetic."""
-    generator = torch.Generator().manual_seed(seed)
-    popularity_E = torch.arange(1, num_experts + 1, dtype=torch.float64).pow(-power)
-    popularity_E = popularity_E[torch.randperm(num_experts, generator=generator)]
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    popularity_E = torch.arange(1, num_experts + 1, dtype=torch.float64, device="cpu").pow(-power)
+    popularity_E = popularity_E[torch.randperm(num_experts, generator=generator, device="cpu")]
     exact_E = pairs * popularity_E / popularity_E.sum()
     # Every source as the popularity says, give or take a tenth, and rounded so that each has its pairs.
-    noise_GE = 1 + 0.2 * (torch.rand(ranks, num_experts, generator=generator, dtype=torch.float64) - 0.5)
+    noise_GE = 1 + 0.2 * (torch.rand(ranks, num_experts, generator=generator, dtype=torch.float64, device="cpu") - 0.5)
     exact_GE = exact_E * noise_GE
     upto_GE = (exact_GE.cumsum(1) * (pairs / exact_GE.sum(1, keepdim=True))).round().to(torch.int64)
-    return upto_GE.diff(dim=1, prepend=torch.zeros(ranks, 1, dtype=torch.int64))
+    return upto_GE.diff(dim=1, prepend=torch.zeros(ranks, 1, dtype=torch.int64, device="cpu"))

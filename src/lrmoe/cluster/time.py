@@ -84,7 +84,7 @@ def grouped_gemm_seconds(
     rows_S: Sequence[int] | Tensor, inner: int, outer: int, hardware: Hardware, *, element_bytes: float = 2
 ) -> float:
     """(rows, inner) times an (inner, outer) of each group: the slower of arithmetic, on whole tiles, and memory."""
-    rows_S = torch.as_tensor(rows_S, dtype=torch.int64)
+    rows_S = torch.as_tensor(rows_S, dtype=torch.int64, device="cpu")
     used = int((rows_S > 0).sum())
     if not used:
         return hardware.launch_s
@@ -100,7 +100,7 @@ def grouped_wgrad_seconds(
     rows_S: Sequence[int] | Tensor, left: int, right: int, hardware: Hardware, *, element_bytes: float = 2
 ) -> float:
     """For each group (left, rows) times (rows, right); groups without rows are written as zeros."""
-    rows_S = torch.as_tensor(rows_S, dtype=torch.int64)
+    rows_S = torch.as_tensor(rows_S, dtype=torch.int64, device="cpu")
     tile = hardware.tile_rows
     rows = int(rows_S.sum())
     # The rows are the inner dimension here, which is walked through in smaller steps than a tile.
@@ -120,12 +120,12 @@ def exchange_seconds(bytes_GG: Tensor, hardware: Hardware) -> Tensor:
     sends to itself is free.
     """
     num_ranks = bytes_GG.shape[0]
-    node_G = torch.arange(num_ranks) // hardware.ranks_per_node
+    node_G = torch.arange(num_ranks, device="cpu") // hardware.ranks_per_node
     same_GG = node_G.unsqueeze(0) == node_G.unsqueeze(1)
-    bytes_GG = bytes_GG.to(torch.float64) * (1 - torch.eye(num_ranks, dtype=torch.float64))
+    bytes_GG = bytes_GG.to(torch.float64) * (1 - torch.eye(num_ranks, dtype=torch.float64, device="cpu"))
     if not bool(bytes_GG.any()):
-        return torch.zeros(num_ranks, dtype=torch.float64)
-    seconds_G = torch.zeros(num_ranks, dtype=torch.float64)
+        return torch.zeros(num_ranks, dtype=torch.float64, device="cpu")
+    seconds_G = torch.zeros(num_ranks, dtype=torch.float64, device="cpu")
     for mask_GG, rate in ((same_GG, hardware.intra_bytes_per_s), (~same_GG, hardware.inter_bytes_per_s)):
         part_GG = bytes_GG * mask_GG
         busiest_G = torch.maximum(part_GG.sum(1), part_GG.sum(0)) / (rate * hardware.link_efficiency)
@@ -136,7 +136,7 @@ def exchange_seconds(bytes_GG: Tensor, hardware: Hardware) -> Tensor:
 def weight_bytes(plan: Plan, size: float) -> Tensor:
     """fp64 (G, G): ``size`` bytes from the home of each expert to each of its replicas."""
     num_ranks = plan.lam_GE.shape[0]
-    bytes_GG = torch.zeros(num_ranks, num_ranks, dtype=torch.float64)
+    bytes_GG = torch.zeros(num_ranks, num_ranks, dtype=torch.float64, device="cpu")
     for ranks in plan.hosts:
         for rank in ranks[1:]:
             bytes_GG[ranks[0], rank] += size
@@ -187,12 +187,14 @@ def layer_time(
         return exchange_seconds(bytes_GG, hardware)
 
     def per_rank(counts_EG: Tensor, seconds: Callable[[Tensor], float]) -> Tensor:
-        return torch.tensor([seconds(counts_S) for counts_S in _instances(plan, counts_EG)], dtype=torch.float64)
+        return torch.tensor(
+            [seconds(counts_S) for counts_S in _instances(plan, counts_EG)], dtype=torch.float64, device="cpu"
+        )
 
     # The experts' order of the rows is another one than they arrive in.
-    reordered_G = indexed(rows_G) if num_ranks > 1 else torch.zeros(1, dtype=torch.float64)
-    counts_GG = torch.full((num_ranks, num_ranks), 8.0 * num_experts, dtype=torch.float64)
-    planned_G = torch.full((num_ranks,), plan_s, dtype=torch.float64)
+    reordered_G = indexed(rows_G) if num_ranks > 1 else torch.zeros(1, dtype=torch.float64, device="cpu")
+    counts_GG = torch.full((num_ranks, num_ranks), 8.0 * num_experts, dtype=torch.float64, device="cpu")
+    planned_G = torch.full((num_ranks,), plan_s, dtype=torch.float64, device="cpu")
     phases: list[tuple[str, Pass, Kind, Tensor]] = [
         ("sort", "forward", "compute", _sorted_seconds(pairs_G, hardware)),
         ("loads of all ranks", "forward", "network", sent(counts_GG)),
@@ -350,11 +352,13 @@ def _instances(plan: Plan, counts_EG: Tensor) -> list[Tensor]:
     for expert, ranks in enumerate(plan.hosts):
         for rank in ranks:
             hosted[rank].append(expert)
-    return [counts_EG[torch.tensor(experts, dtype=torch.int64), rank] for rank, experts in enumerate(hosted)]
+    return [
+        counts_EG[torch.tensor(experts, dtype=torch.int64, device="cpu"), rank] for rank, experts in enumerate(hosted)
+    ]
 
 
 def _gemm_flops(rows_S: Sequence[int] | Tensor, inner: int, outer: int, tile: int) -> int:
-    rows_S = torch.as_tensor(rows_S, dtype=torch.int64)
+    rows_S = torch.as_tensor(rows_S, dtype=torch.int64, device="cpu")
     return 2 * int(((rows_S + tile - 1) // tile).sum()) * tile * inner * _tiled(outer, tile)
 
 

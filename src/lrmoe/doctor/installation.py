@@ -59,7 +59,8 @@ def operator(selector: Selector, device: str, remainder: Remainder = "none") -> 
         "gate_up_proj": random_tensor((6, 16, 12), torch.float64, device, seed=2),
         "down_proj": random_tensor((6, 12, 8), torch.float64, device, seed=3),
     }
-    ids = torch.stack([torch.arange(40) % 6, (torch.arange(40) * 2 + 1) % 6], dim=1).to(device)
+    place = torch.arange(40, device=device)
+    ids = torch.stack([place % 6, (place * 2 + 1) % 6], dim=1)
     leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items()}
     grad = random_tensor((40, 12), torch.float64, device, seed=4)
     config = LRMoEConfig(drop=0.3, selector=selector, remainder=remainder)

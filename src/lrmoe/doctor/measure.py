@@ -31,8 +31,8 @@ def deviation(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
 
 
 def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device=device, dtype=dtype)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(device=device, dtype=dtype)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

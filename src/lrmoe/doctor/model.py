@@ -75,7 +75,9 @@ class Patient:
         self.model = model
         self.device = device
         vocabulary = self.model.config.get_text_config().vocab_size
-        tokens = torch.randint(0, vocabulary, (2, 48), generator=torch.Generator().manual_seed(0))
+        tokens = torch.randint(
+            0, vocabulary, (2, 48), generator=torch.Generator(device="cpu").manual_seed(0), device="cpu"
+        )
         mask = torch.ones_like(tokens)
         mask[1, 40:] = 0
         labels = tokens.masked_fill(mask == 0, -100)

@@ -82,8 +82,8 @@ def activation_of(module: Experts) -> str:
     Raises:
         ValueError: naming the class, if none of the closed forms gives the module's numbers.
     """
-    generator = torch.Generator().manual_seed(0)
-    sample = torch.randn(64, 16, generator=generator)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    sample = torch.randn(64, 16, generator=generator, dtype=torch.float32, device="cpu")
     limits = [limit for _, limit in _clamps(module)]
     # Half of the rows reach beyond every clamp.
     sample[32:] *= 2.0 * max([4.0, *limits])

@@ -149,7 +149,7 @@ class Agreement:
         self._meet(line, device)
         # As long as what a call says, so that a rank that is in a call instead hears of it and is heard.
         head = torch.zeros(_HEAD + 2 * self._num_experts, dtype=torch.int64, device=device)
-        head[:3] = torch.tensor([_STEPS, int(refused), zlib.crc32(repr(moving).encode())])
+        head[:3] = torch.tensor([_STEPS, int(refused), zlib.crc32(repr(moving).encode())], device="cpu")
         told = all_gather_counts(head, line.group, what="moves", timeout_s=line.timeout_s, traffic=line.traffic).cpu()
         if refused:
             return

@@ -20,9 +20,11 @@ class BalanceMeter:
     def add(self, plan: Plan) -> None:
         """Counts a plan."""
         num_ranks, num_experts = plan.lam_GE.shape
-        homes = torch.tensor(home_ranks(num_experts, num_ranks))
-        home_G = torch.zeros(num_ranks, dtype=torch.int64).index_add_(0, homes, plan.lam_GE.sum(0))
-        quota_home_G = torch.zeros(num_ranks, dtype=torch.int64).index_add_(0, homes, plan.quota_EG.sum(1))
+        homes = torch.tensor(home_ranks(num_experts, num_ranks), device="cpu")
+        home_G = torch.zeros(num_ranks, dtype=torch.int64, device="cpu").index_add_(0, homes, plan.lam_GE.sum(0))
+        quota_home_G = torch.zeros(num_ranks, dtype=torch.int64, device="cpu").index_add_(
+            0, homes, plan.quota_EG.sum(1)
+        )
         self._plans += 1
         for name, value in (
             ("home_max_over_mean", _max_over_mean(home_G)),

@@ -234,7 +234,7 @@ class ExpertParallel:
             Tensors(x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
             clock,
             clock.drop,
-            torch.tensor([layer, 0]),
+            torch.tensor([layer, 0], device="cpu"),
             activation,
         )
 

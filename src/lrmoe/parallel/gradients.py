@@ -148,7 +148,7 @@ def _squares(
 def _square(parameter: Tensor) -> Tensor:
     gradient = parameter.grad
     if gradient is None:
-        return torch.zeros((), dtype=torch.float64)
+        return torch.zeros((), dtype=torch.float64, device=parameter.device)
     local = counted_rows(_local(gradient, like=parameter).detach(), parameter)
     dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
     square: Tensor = torch.linalg.vector_norm(local, dtype=dtype).double().square()

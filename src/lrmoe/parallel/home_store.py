@@ -127,7 +127,7 @@ class HomeStore:
 
 def _copies(line: Line, shipping: Replicas, weight: Tensor) -> Tensor:
     """(slots in use, ...): one weight of this rank's replicas."""
-    chosen = torch.tensor([e for experts in shipping.weights_out for e in experts], dtype=torch.int64)
+    chosen = torch.tensor([e for experts in shipping.weights_out for e in experts], dtype=torch.int64, device="cpu")
     rows = weight.detach().index_select(0, chosen.to(weight.device))
     return line.exchange(
         rows, [len(experts) for experts in shipping.weights_out], shipping.weights_in, "weights to replicas"

@@ -121,7 +121,7 @@ def lay_out(
         shipping: handed on.
     """
     device = sorted_pairs.device
-    first_host_E = torch.tensor([ranks[0] for ranks in plan.hosts])
+    first_host_E = torch.tensor([ranks[0] for ranks in plan.hosts], device="cpu")
     alloc_GEG = plan.alloc
     rows_GE = alloc_GEG[:, :, rank] + torch.where(first_host_E == rank, masked_GE, 0)
     real_EG = alloc_GEG[rank].clone()
@@ -129,8 +129,10 @@ def lay_out(
     del alloc_GEG
 
     experts = [expert for bank in banks for expert in bank]
-    expert_S = torch.tensor(experts, dtype=torch.int64)
-    again_S = torch.tensor([expert in experts[:place] for place, expert in enumerate(experts)], dtype=torch.bool)
+    expert_S = torch.tensor(experts, dtype=torch.int64, device="cpu")
+    again_S = torch.tensor(
+        [expert in experts[:place] for place, expert in enumerate(experts)], dtype=torch.bool, device="cpu"
+    )
     rows_GS = rows_GE[:, expert_S].masked_fill(again_S, 0)
     order_R = _host_order(rows_GS, expert_S)
     in_order = bool((order_R[1:] > order_R[:-1]).all())
@@ -167,7 +169,7 @@ def _host_order(rows_GS: Tensor, expert_S: Tensor) -> Tensor:
     count_SG = rows_GS.t().reshape(-1)
     # Row i of a block that starts at place b in host order and at place s in receive order comes from s + (i - b).
     shift_SG = start_GS[:, column_S].t().reshape(-1) - (count_SG.cumsum(0) - count_SG)
-    return torch.repeat_interleave(shift_SG, count_SG) + torch.arange(int(count_SG.sum()))
+    return torch.repeat_interleave(shift_SG, count_SG) + torch.arange(int(count_SG.sum()), device="cpu")
 
 
 def _send_order(
@@ -185,7 +187,9 @@ def _send_order(
     device = sorted_pairs.device
     num_ranks, num_experts = plan.lam_GE.shape
     # A rank's real pairs of an expert go to the expert's hosts in ascending rank order, as many to each as it takes.
-    real_destination = torch.arange(num_ranks).repeat(num_experts).repeat_interleave(real_EG.reshape(-1)).to(device)
+    real_destination = (
+        torch.arange(num_ranks, device="cpu").repeat(num_experts).repeat_interleave(real_EG.reshape(-1)).to(device)
+    )
     if masked_N is None:
         destination = real_destination
     else:

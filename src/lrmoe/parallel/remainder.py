@@ -50,7 +50,9 @@ class GradientSums:
         sent_GE = alloc_GEG[rank].t()
         experts = [expert for bank in banks for expert in bank]
         # An expert that this rank has twice computes where it comes first.
-        place_E = torch.tensor([experts.index(e) if e in experts else -1 for e in range(alloc_GEG.shape[1])])
+        place_E = torch.tensor(
+            [experts.index(e) if e in experts else -1 for e in range(alloc_GEG.shape[1])], device="cpu"
+        )
         return cls(
             sent_GE[sent_GE > 0].to(device),
             (sent_GE > 0).sum(1).tolist(),

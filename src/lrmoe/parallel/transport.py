@@ -129,5 +129,5 @@ class KeptTransport:
 def _sums(flags: Tensor, sizes: list[int]) -> list[int]:
     """How many flags are set in each of the consecutive blocks of these sizes."""
     total = torch.cat([flags.new_zeros(1, dtype=torch.int64), flags.cumsum(0, dtype=torch.int64)])
-    ends = torch.tensor([0, *sizes]).cumsum(0).to(flags.device)
+    ends = torch.tensor([0, *sizes], device="cpu").cumsum(0).to(flags.device)
     return total.index_select(0, ends).diff().tolist()

@@ -170,5 +170,5 @@ def _busiest(table_EG: Tensor, plan: Plan) -> float:
 
 def _moved(plan: Plan) -> int:
     num_experts, num_ranks = plan.rows_EG.shape
-    home_E1 = torch.tensor(home_ranks(num_experts, num_ranks)).unsqueeze(1)
+    home_E1 = torch.tensor(home_ranks(num_experts, num_ranks), device="cpu").unsqueeze(1)
     return int(plan.quota_EG.sum() - plan.quota_EG.gather(1, home_E1).sum())

@@ -108,7 +108,7 @@ def all_reduce(hosts: Hosts, num_ranks: int, size: float, kind: Kind) -> Transfe
 
 def regular(num_ranks: int, size: float, kind: Kind) -> Transfer:
     """``size`` bytes out of and into every rank."""
-    each_G = torch.full((num_ranks,), float(size), dtype=torch.float64)
+    each_G = torch.full((num_ranks,), float(size), dtype=torch.float64, device="cpu")
     return Transfer(kind, each_G, each_G.clone())
 
 
@@ -163,4 +163,4 @@ def _reversed(transfer: Transfer) -> Transfer:
 
 
 def _zeros(num_ranks: int) -> Tensor:
-    return torch.zeros(num_ranks, dtype=torch.float64)
+    return torch.zeros(num_ranks, dtype=torch.float64, device="cpu")

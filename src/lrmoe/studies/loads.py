@@ -21,7 +21,7 @@ def scaled_loads(lam_GE: Tensor, tokens: int, top_k: int) -> Tensor:
     """Loads in the same proportions for a mean of ``tokens`` tokens a rank. Rounded, each source's sum exactly."""
     factor = tokens * top_k * lam_GE.shape[0] / max(int(lam_GE.sum()), 1)
     upto_GE = (lam_GE.to(torch.float64).cumsum(1) * factor + 0.5).floor().to(torch.int64)
-    return upto_GE.diff(dim=1, prepend=torch.zeros(len(lam_GE), 1, dtype=torch.int64))
+    return upto_GE.diff(dim=1, prepend=torch.zeros(len(lam_GE), 1, dtype=torch.int64, device="cpu"))
 
 
 def read_loads(path: Path, num_ranks: int | None) -> list[Tensor]:
@@ -48,7 +48,9 @@ def read_loads(path: Path, num_ranks: int | None) -> list[Tensor]:
                 raise ValueError(f"load {min(value)} is negative")
             require_count("ranks", num_ranks, least=1)
             value = [[(load + s) // num_ranks for load in value] for s in range(num_ranks)]
-        matrices = [torch.tensor(matrix, dtype=torch.int64) for matrix in (value if depth == 3 else [value])]
+        matrices = [
+            torch.tensor(matrix, dtype=torch.int64, device="cpu") for matrix in (value if depth == 3 else [value])
+        ]
         for matrix in matrices:
             require_loads(matrix)
             if matrix.shape != matrices[0].shape:

@@ -207,7 +207,7 @@ class _Run:
         self.bytes = dict.fromkeys(KINDS, 0.0)
         self.seconds = dict.fromkeys(("compute", "tokens", "copies", "step", "exposed"), 0.0)
         self._plans: dict[int, Plan] = {}
-        self._held_G = torch.zeros(setting.sizes.ranks, dtype=torch.int64)
+        self._held_G = torch.zeros(setting.sizes.ranks, dtype=torch.int64, device="cpu")
 
     def forward(self, lam_GE: Tensor, *, step: int, microbatch: int, layer: int) -> None:
         """A forward and its backward."""
@@ -218,7 +218,7 @@ class _Run:
         self.plan_s += planned - start
         self.decide_s += time.thread_time() - planned
         self._plans[layer] = plan
-        held_G = torch.tensor([len(experts) for experts in plan.slots])
+        held_G = torch.tensor([len(experts) for experts in plan.slots], device="cpu")
         self._held_G += held_G
         self.peaks.layer_replicas = max(self.peaks.layer_replicas, int(held_G.max()))
         rows_in_passes = token_transfers(plan, self.expert)
@@ -255,8 +255,8 @@ class _Run:
 
     def result(self) -> Record:
         """See :func:`replay`."""
-        forward = [max_over_mean(torch.tensor(line["rows"])) for line in self.lines]
-        kept = [max_over_mean(torch.tensor(line["kept"])) for line in self.lines]
+        forward = [max_over_mean(torch.tensor(line["rows"], device="cpu")) for line in self.lines]
+        kept = [max_over_mean(torch.tensor(line["kept"], device="cpu")) for line in self.lines]
         rows, kept_rows = (sum(sum(line[name]) for line in self.lines) for name in ("rows", "kept"))
         held = self.system.memory(self.peaks)
         time_ms = {name: 1e3 * seconds / self.steps for name, seconds in self.seconds.items()}

@@ -52,7 +52,7 @@ class Routing:
         rows for their experts) and ``sources_used`` (with pairs of their own).
         """
         _, num_ranks, num_experts = self.shape
-        home_E = torch.tensor(home_ranks(num_experts, num_ranks))
+        home_E = torch.tensor(home_ranks(num_experts, num_ranks), device="cpu")
         skews = [skew_of(lam_GE) for lam_GE in self.lam]
         loads = [lam_GE.sum(0) for lam_GE in self.lam]
         pairs = [int(load_E.sum()) for load_E in loads]

@@ -77,7 +77,7 @@ class LanguageModel(nn.Module):
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         """(B, S) int64 to the mean loss in nats per token, a scalar."""
-        x_BSD = self.tokens(ids_BS) + self.positions(torch.arange(ids_BS.shape[1]))
+        x_BSD = self.tokens(ids_BS) + self.positions(torch.arange(ids_BS.shape[1], device=ids_BS.device))
         for block in self.blocks:
             x_BSD = block(x_BSD)
         logits_BSV = self.head(self.norm(x_BSD[:, :-1]))

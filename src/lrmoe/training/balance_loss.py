@@ -62,8 +62,8 @@ def balancing_loss(
     """
     if attention_mask is not None:
         raise ValueError("the balancing loss over several ranks takes no attention_mask; leave the padding out")
-    count_E = torch.zeros(num_experts, device=gate_logits[0].device)
-    probability_E = torch.zeros(num_experts, device=gate_logits[0].device)
+    count_E = torch.zeros(num_experts, dtype=torch.float32, device=gate_logits[0].device)
+    probability_E = torch.zeros_like(count_E)
     rows = 0
     for logits_TE in gate_logits:
         probability_TE = logits_TE.softmax(dim=-1)

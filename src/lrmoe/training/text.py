@@ -257,9 +257,9 @@ class TrainingOrder(Dataset[dict[str, Tensor]]):
         self._seq = seq
         self._length = length
         sequences = stream_N.numel() // seq
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device="cpu").manual_seed(seed)
         passes = -(-length // sequences)
-        order = [torch.randperm(sequences, generator=generator, dtype=torch.int64) for _ in range(passes)]
+        order = [torch.randperm(sequences, generator=generator, dtype=torch.int64, device="cpu") for _ in range(passes)]
         self._order = torch.cat(order)[:length].to(torch.int32)
 
     def __len__(self) -> int:

@@ -73,7 +73,9 @@ def encode(tokenizer: Any, documents: list[bytes]) -> Tensor:
 
     The byte tokenizer takes the bytes as they are: text that looks like a special token stays text.
     """
-    separator = torch.tensor([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], dtype=torch.int32)
+    separator = torch.tensor(
+        [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], dtype=torch.int32, device="cpu"
+    )
     is_bytes = tokenizer.get_vocab() == _byte_vocabulary()
     parts: list[Tensor] = []
     for document in documents:
@@ -81,6 +83,8 @@ def encode(tokenizer: Any, documents: list[bytes]) -> Tensor:
             ids = torch.from_numpy(np.frombuffer(document, dtype=np.uint8).astype(np.int32)) + _OFFSET
         else:
             text = document.decode("utf-8", errors="strict")
-            ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int32)
+            ids = torch.tensor(
+                tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int32, device="cpu"
+            )
         parts += [separator, ids]
-    return torch.cat(parts[1:]) if parts else torch.empty(0, dtype=torch.int32)
+    return torch.cat(parts[1:]) if parts else torch.empty(0, dtype=torch.int32, device="cpu")

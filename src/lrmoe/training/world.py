@@ -28,7 +28,7 @@ class World:
     def barrier(self) -> None:
         """Returns once every rank has called it."""
         if self.size > 1:
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1, device="cpu"))
 
     def broadcast(self, value: Any) -> Any:
         """What rank 0 was given, on every rank; anything that pickles."""
@@ -58,7 +58,7 @@ class World:
         """Each value summed over the ranks, in fp64; the same bits on every rank."""
         if self.size == 1:
             return list(values)
-        total = torch.tensor(values, dtype=torch.float64)
+        total = torch.tensor(values, dtype=torch.float64, device="cpu")
         dist.all_reduce(total)
         result: list[float] = total.tolist()
         return result
