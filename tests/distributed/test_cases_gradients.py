@@ -253,7 +253,8 @@ def test_case_n3_everybody_who_decides_what_is_kept_decides_the_same(selector: s
             kept_TK, weight_TK = (torch.cat([own[number][part] for own in told]) for part in (0, 1))
             if number < 3 or ranks == 1:
                 assert torch.equal(kept_TK, wanted.kept_TK)
-                assert torch.equal(weight_TK, wanted.weight_TK)
+                # The record rounds to fp32 what may differ in the last bit of fp64.
+                assert torch.allclose(weight_TK, wanted.weight_TK, rtol=torch.finfo(torch.float32).eps, atol=0)
             else:
                 first = [torch.cat([own[3][part] for own in told]) for part in (0, 1)]
                 assert torch.equal(kept_TK, first[0])

@@ -19,6 +19,7 @@ from distributed.plans import instance_of_pairs, loads, policies
 from distributed.spread import Job, Spread, even_shares, one_job, run_jobs
 from distributed.world import run_world
 from experts.problem import PARAMETERS, Result, assert_equal, error, expected, live_pairs, make, run
+from rounding import allowance
 from torch import Tensor
 
 from lrmoe import LRMoEConfig
@@ -72,14 +73,19 @@ def check(job: Job, spread: Spread, ranks: int, tolerance: float | None = None) 
         assert torch.equal(kept_by_instance(job, spread, ranks, plan).sum(0), plan.quota_EG.sum(0))
     elif config.error_budget is None:
         assert torch.equal(kept_by_instance(job, spread, ranks, plan), plan.quota_EG)
-    # Experts on one instance that keeps as many pairs as on one process: the same pairs with the same weights.
+    # Experts on one instance that keeps as many pairs as on one process: the same pairs with the same weights. Their
+    # products have the same shapes, but the rows lie elsewhere in memory, and some products round by that; none of the
+    # pairs here is so nearly tied that it would matter.
+    dim, width = problem.down_proj.shape[1:]
+    scores = torch.promote_types(problem.x_TD.dtype, torch.float32)
+    rtol = max(torch.finfo(torch.float32).eps, 4 * allowance(scores, dim, width))
     same = [e for e, hosts in enumerate(plan.hosts) if len(hosts) == 1 and found.call.quota_E[e] == one.call.quota_E[e]]
     if config.quota == "pooled" and ranks > 1:
         same = []  # A rank pools over what it hosts.
     for expert in same:
         mine_TK = problem.ids_TK == expert
         assert torch.equal(found.call.kept_TK[mine_TK], one.call.kept_TK[mine_TK])
-        assert torch.equal(found.call.weight_TK[mine_TK], one.call.weight_TK[mine_TK])
+        torch.testing.assert_close(found.call.weight_TK[mine_TK], one.call.weight_TK[mine_TK], rtol=rtol, atol=0)
     found_r_TK, one_r_TK = found.call.importance_TK, one.call.importance_TK
     if config.metric == "random":
         # A split expert deals the same numbers to its pairs in another order.

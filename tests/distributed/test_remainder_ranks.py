@@ -72,9 +72,11 @@ def test_whole_experts_complete_as_in_one_process(ranks: int) -> None:
         # The cap of "level" is the ranks', not the experts'.
         if done.config.quota == "expert":  # type: ignore[union-attr]
             assert_equal(spread.result, one, 1e-12)
-            for name in ("kept_TK", "weight_TK"):
-                assert torch.equal(getattr(spread.result.call, name), getattr(one.call, name))
-            assert torch.allclose(spread.result.call.importance_TK, one.call.importance_TK, rtol=1e-12)  # type: ignore[union-attr]
+            found = spread.result.call
+            assert torch.equal(found.kept_TK, one.call.kept_TK)  # type: ignore[union-attr]
+            # The record rounds to fp32 what may differ in the last bit of fp64.
+            assert torch.allclose(found.weight_TK, one.call.weight_TK, rtol=torch.finfo(torch.float32).eps, atol=0)  # type: ignore[union-attr]
+            assert torch.allclose(found.importance_TK, one.call.importance_TK, rtol=1e-12)  # type: ignore[union-attr]
         wanted = completed(done.problem, spread.result.call.weight_TK)  # type: ignore[union-attr]
         assert_equal(spread.result, wanted, 1e-10 if done.config.selector == "topq" else 1e-6)  # type: ignore[union-attr]
 

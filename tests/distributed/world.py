@@ -28,6 +28,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
+import rounding
+
 POOL = 4
 # How long the other ranks get to report once one of them has failed.
 _GRACE_S = 10.0
@@ -90,6 +92,7 @@ def fork_server() -> ForkServerContext:
 
 class _Pool:
     def __init__(self) -> None:
+        import torch
         import torch.distributed as dist
 
         self.usable = True
@@ -97,11 +100,14 @@ class _Pool:
         # Held here, so that it outlives any rank.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = fork_server()
+        # The ranks compute as this process does.
+        arithmetic = (torch.get_num_threads(), rounding.is_by_shape())
         self.ends: list[Connection] = []
         self.processes = []
         for number in range(POOL):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, self.store.port), daemon=True, name=f"rank {number}")
+            args = (theirs, self.store.port, *arithmetic)
+            process = context.Process(target=_serve, args=args, daemon=True, name=f"rank {number}")
             process.start()
             theirs.close()
             self.ends.append(ours)
@@ -161,12 +167,14 @@ _pool: _Pool | None = None
 atexit.register(close)
 
 
-def _serve(end: Connection, port: int) -> None:
+def _serve(end: Connection, port: int, threads: int, by_shape: bool) -> None:
     """What a process of the pool does: one call after the other."""
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
+    if by_shape:
+        rounding.by_shape()
     threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from experts.problem import Problem, Result, assert_equal, error, expected, live_pairs, make, routes, run
 from recalibration.oracles import pps_probabilities
+from rounding import allowance
 from torch import Tensor
 
 import lrmoe
@@ -184,7 +185,8 @@ def test_weights_stored_input_first_are_used_through_a_view(dtype: torch.dtype) 
     problem = make(dtype=dtype, dim=16, width=8, bias=True, transposed=True)
     assert not problem.gate_up_proj.is_contiguous()
     found = run(problem, config)
-    assert_equal(found, straight, {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2}[dtype])
+    # A BLAS takes other code for another layout: sums of dim, of width and of up to 17 rows.
+    assert_equal(found, straight, allowance(dtype, 16, 8, 17))
     assert straight.call is not None
     assert found.call is not None
     assert torch.equal(found.call.kept_TK, straight.call.kept_TK)
@@ -291,7 +293,9 @@ def test_masked_tokens_change_nothing_for_the_others(selector: Any, metric: Any)
     assert not found.call.kept_TK[~mask_T].any()
     assert not found.call.importance_TK[~mask_T].any()
     assert torch.equal(found.call.kept_TK[mask_T], wanted.call.kept_TK)
-    assert torch.equal(found.call.weight_TK[mask_T], wanted.call.weight_TK)
+    # Scores from products over other numbers of rows: as fp64 has them, recorded in fp32.
+    rtol = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(found.call.weight_TK[mask_T], wanted.call.weight_TK, rtol=rtol, atol=0)
     assert error(found.out_TD, expected(full).out_TD) < 1e-12
     for name in ("x_TD", "topk_weights_TK"):
         assert not found.grads[name][~mask_T].any()
