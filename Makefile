@@ -5,15 +5,20 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 
-.PHONY: help demo test test-slow lint format clean
+# What computes: its tests must pass whatever way the machine adds up.
+NUMERIC := $(addprefix tests/,recalibration ops experts cases distributed \
+	test_layer.py test_routing.py test_control.py test_control_guard.py)
+
+.PHONY: help demo test test-slow test-portable lint format clean
 
 help:
-	@echo "make demo       train three variants of a small model and compare them (minutes)"
-	@echo "make test       the test suite"
-	@echo "make test-slow  the tests that take minutes"
-	@echo "make lint       ruff and mypy"
-	@echo "make format     let ruff format the code"
-	@echo "make clean      remove .venv and what the demo wrote"
+	@echo "make demo           train three variants of a small model and compare them (minutes)"
+	@echo "make test           the test suite"
+	@echo "make test-slow      the tests that take minutes"
+	@echo "make test-portable  the numeric tests as other machines would compute them (before a release)"
+	@echo "make lint           ruff and mypy"
+	@echo "make format         let ruff format the code"
+	@echo "make clean          remove .venv and what the demo wrote"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -35,6 +40,12 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
+
+test-portable: $(READY)
+	$(BIN)/python -m pytest $(NUMERIC) --round-by-shape
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(NUMERIC)
+	MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/python -m pytest $(NUMERIC)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(NUMERIC) --threads 2
 
 lint: $(READY)
 	$(BIN)/ruff check

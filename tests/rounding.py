@@ -1,10 +1,10 @@
 """Another machine on this one: matrix products whose rounding depends on their shape and on where a row stands in it.
 
-That is all a BLAS promises. It picks its blocks by the shape, computes the rows that fill no block by other code, and may
-look at where operands lie in memory; the next machine does otherwise. What it gives for a row of 64 and for the same row
-of 63 may be the same bits here and not there. After :func:`by_shape` no test gets such bits by luck: each product is a
-sum of two, cut where shape and place in memory say, and elsewhere for the last rows. The same shapes still give the same
-bits.
+That is all a BLAS promises. It picks its blocks by the shape, computes the rows that fill no block by other code, and
+may look at where operands lie in memory; the next machine does otherwise. What it gives for a row of 64 and for the
+same row of 63 may be the same bits here and not there. After :func:`by_shape` no test gets such bits by luck: each
+product is a sum of two, cut where shape and place in memory say, and elsewhere for the last rows. The same shapes
+still give the same bits.
 
 M rows, X summed over, Y columns, E groups.
 """
