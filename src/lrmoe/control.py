@@ -12,7 +12,7 @@ from torch import nn
 
 from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.experts.layer_control import Clock, LayerControl
-from lrmoe.experts.meter import SECONDS, SHARES, shares
+from lrmoe.experts.meter import NONFINITE, SECONDS, SHARES, mean_over_layers, shares
 from lrmoe.guarding import Guard, as_sums
 from lrmoe.hosting import Host as Host
 from lrmoe.hosting import HostedLayers
@@ -163,9 +163,9 @@ class Recalibrator:
 
     def metrics(self, *, reset: bool = True) -> dict[str, Any]:
         """What the backward passes did since the last call: ``kept_share``, ``kept_importance_share``,
-        ``variance_share`` and ``load_max_over_mean`` (means over layers), ``forward_seconds`` and ``backward_seconds``
-        (sums), and ``layers``: for each name what :meth:`Meter.read` gives, ``guarded``, whether the guard holds the
-        layer at the exact backward now, and ``drop``, 0 if so and else as scheduled. Also ``step``, the optimizer steps
+        ``variance_share`` and ``load_max_over_mean`` (means over the layers that know them, see :func:`shares`),
+        ``nonfinite_backwards``, ``forward_seconds`` and ``backward_seconds`` (sums), and ``layers``: for each name what
+        :meth:`Meter.read` gives, ``guarded``, whether the guard holds the layer at the exact backward now, and ``drop``, 0 if so and else as scheduled. Also ``step``, the optimizer steps
         done, ``drop``, as scheduled for the last of them, ``guarded_layers``, how many are held now, and
         ``guard_events``, the :attr:`Guard.events` since the last call.
 
@@ -190,8 +190,8 @@ class Recalibrator:
         summary["guard_events"] = [dict(event) for event in self._guard.events]
         for key in SHARES:
             if layers:
-                summary[key] = sum(layer[key] for layer in layers.values()) / len(layers)
-        for key in SECONDS:
+                summary[key] = mean_over_layers(layers.values(), key)
+        for key in (NONFINITE, *SECONDS):
             summary[key] = sum(layer[key] for layer in layers.values())
         summary["layers"] = layers
         return summary

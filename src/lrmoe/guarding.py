@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.config import LRMoEConfig, require_count, require_number
+from lrmoe.hosting import layer_label
 from lrmoe.recalibration.guard import PAUSE, WINDOW, LayerState, Limit, Sums, after_window, limit_of, mean_share
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("lrmoe")
 # What may happen to a layer, as events say it.
 KINDS = ("stopped", "resumed")
+# What an event says, in the order in which a state has it.
+_EVENT = ("step", "layer", "kind", "value", "limit")
 # Layers named in one line of the log.
 _NAMED = 8
 
@@ -34,8 +37,8 @@ class Guard:
     Attributes:
         limit: what a layer may cost; None if nothing is watched, and then nothing here costs anything.
         events: what happened since they were last cleared: dictionaries with ``step`` (optimizer steps done), ``layer``
-            (its name), ``kind`` (``"stopped"`` or ``"resumed"``), ``value`` (the mean over the window that was above
-            the limit; None where a layer resumes) and ``limit``.
+            (its name; the empty one for a model that is the layer itself), ``kind`` (``"stopped"`` or ``"resumed"``),
+            ``value`` (the mean over the window that was above the limit; None where a layer resumes) and ``limit``.
     """
 
     def __init__(self, config: LRMoEConfig, names: Sequence[str]) -> None:
@@ -106,14 +109,12 @@ class Guard:
         if stopped and speaks:
             logger.warning("%s", _say_stopped(step, stopped, self.limit, len(self._names)))
         if resumed and speaks:
-            logger.info("step %d: drops again, for now: %s", step, _listed(resumed))
+            logger.info("step %d: drops again, for now: %s", step, _listed(list(map(layer_label, resumed))))
         return bool(stopped or resumed)
 
     def _add_event(self, step: int, layer: str, kind: str, value: float | None) -> None:
         assert self.limit is not None
-        self.events.append(
-            {"step": step, "layer": layer, "kind": kind, "value": value, "limit": self.limit.value},
-        )
+        self.events.append(dict(zip(_EVENT, (step, layer, kind, value, self.limit.value), strict=True)))
 
     def reset(self) -> None:
         """Begins anew, as at the start of a run."""
@@ -122,13 +123,18 @@ class Guard:
         self._window = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON-able values; synchronises with the device."""
+        """Plain JSON-able values; synchronises with the device.
+
+        Of one form from the first step to the last: checkpoints that take a state apart (torch.distributed.checkpoint)
+        look for the parts of the one they load into, and a dictionary in a list is a part of its own. So an event is
+        the list of its values.
+        """
         return {
             "rest": [state.rest for state in self._states],
             "pause": [state.pause for state in self._states],
             "window": [row.tolist() for row in self._window],
-            # By number: a wrapper changes names.
-            "events": [{**event, "layer": self._names.index(event["layer"])} for event in self.events],
+            # Layers by number: a wrapper changes names.
+            "events": [list({**event, "layer": self._names.index(event["layer"])}.values()) for event in self.events],
         }
 
     def load_state_dict(self, state: Any) -> None:
@@ -158,6 +164,8 @@ class Guard:
         return [LayerState(rest, pause) for rest, pause in zip(rests, pauses, strict=True)], window, events
 
     def _read_event(self, event: Any) -> dict[str, Any]:
+        if not isinstance(event, Mapping):  # The older form.
+            event = dict(zip(_EVENT, event, strict=True))
         value = event["value"]
         if event["kind"] not in KINDS:
             raise ValueError(f"kind={event['kind']!r}")
@@ -171,7 +179,7 @@ class Guard:
 
 
 def _say_stopped(step: int, stopped: Sequence[tuple[str, float, int]], limit: Limit, layers: int) -> str:
-    named = [f"{name} ({limit.measure} {value:.3g}, for {rest} steps)" for name, value, rest in stopped]
+    named = [f"{layer_label(name)} ({limit.measure} {value:.3g}, for {rest} steps)" for name, value, rest in stopped]
     return (
         f"{_own_rank()}step {step}: dropping costs too much in {len(stopped)} of {layers} MoE layers, above "
         f"{limit.field}={limit.value:g}; the exact backward there, then another try: {_listed(named)}. A lower drop "

@@ -13,6 +13,12 @@ from lrmoe.experts.layer_control import LayerControl
 from lrmoe.layer import ExpertsEngine, MoE
 
 
+def layer_label(name: str) -> str:
+    """How a layer is called where people read of it: by its module's name, which a model that is itself the layer does
+    not have. In keys it stays that name, the empty one."""
+    return name or "the model itself"
+
+
 class Host(Protocol):
     """An adapter to a library that brings its own MoE layers (``lrmoe.hosts``)."""
 

@@ -61,7 +61,8 @@ class TopKRouter(nn.Module):
         top_groups: how many groups a token may use; set together with ``num_groups``.
         selection_bias: keep a bias per expert that is added to the gates for the choice alone, never to a weight,
             and that :meth:`update_selection_bias` moves against the load (balancing without an auxiliary loss).
-            A persistent fp32 buffer ``selection_bias``, which no ``.half()`` or ``.bfloat16()`` casts.
+            A persistent fp32 buffer ``selection_bias``, which no ``.half()`` or ``.bfloat16()`` casts and no
+            state of another dtype replaces.
         bias_update_rate: how far one update moves the bias.
         balance_loss_weight: weight of E * sum_e f_e P_e, with f_e the share of pairs and P_e the mean router
             probability of expert e; 1 where both are uniform, whatever K is. 0 turns it off.
@@ -186,6 +187,7 @@ class TopKRouter(nn.Module):
         if self.selection_bias is not None:
             # In integers, so that an expert with exactly the mean load is left alone.
             sign_E = torch.sign(loads_E.sum() - self.num_experts * loads_E)
+            self._keep_bias_fp32()
             self.selection_bias.add_(sign_E.to(self.selection_bias), alpha=self.bias_update_rate)
 
     @torch.no_grad()
@@ -243,6 +245,18 @@ class TopKRouter(nn.Module):
             None if balance_loss is None else balance_loss.detach(),
             None if z_loss is None else z_loss.detach(),
         )
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        # With assign=True the state's tensor, of whatever dtype, has become the buffer.
+        self._keep_bias_fp32()
+
+    def _keep_bias_fp32(self) -> None:
+        """Makes the selection bias fp32 again: whoever replaces or casts the buffer itself (accelerate, the mixed
+        precision of FSDP1 and DDP for buffers) goes by no method of a module, so each update looks."""
+        bias_E = self.selection_bias
+        if bias_E is not None and bias_E.dtype != torch.float32:
+            self.selection_bias = bias_E.to(torch.float32)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
         # A cast of the model (.half(), .bfloat16(), .to(dtype)) must not round the selection bias, not even for a

@@ -197,7 +197,8 @@ def test_states_that_do_not_fit_are_refused() -> None:
     other.plan(torch.ones(3, 6, dtype=torch.int64))
     with pytest.raises(ValueError, match="the state is of 8 experts on 4 ranks, policy 'symi' plans for 6 on 3"):
         other.load_state_dict(state)
-    state["layers"]["0"]["placement"][0] = state["layers"]["0"]["placement"][1]
+    _, placement, _, _ = state["layers"][0]
+    placement[0] = placement[1]
     with pytest.raises(ValueError, match="does not place every expert in layer 0"):
         make("symi", 8, 4, 1).load_state_dict(state)
     assert other.state_dict()["sizes"] == [6, 3]

@@ -155,18 +155,20 @@ class HistoryPolicy:
         return zlib.crc32(repr((self._steps, layers)).encode())
 
     def state_dict(self) -> dict[str, Any]:
-        """Placements, loads and the number of steps, as JSON can hold it."""
+        """Placements, loads and the number of steps, as JSON can hold it. Of one form at any time, as those need it
+        that take states apart: ``layers`` is a list of (layer, placement, loads, observed)."""
         return {
             "sizes": None if self._sizes is None else list(self._sizes),
             "steps": self._steps,
-            "layers": {
-                str(layer): {
-                    "placement": [list(slots) for slots in history.placement],
-                    "loads": [loads.tolist() for loads in history.loads],
-                    "observed": history.observed,
-                }
+            "layers": [
+                [
+                    layer,
+                    [list(slots) for slots in history.placement],
+                    [loads.tolist() for loads in history.loads],
+                    history.observed,
+                ]
                 for layer, history in sorted(self._layers.items())
-            },
+            ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -189,7 +191,7 @@ class HistoryPolicy:
                     f"{self._sizes[0]} on {self._sizes[1]}; resume with as many"
                 )
             self._check(*sizes)
-        layers = {int(layer): _restored(entry) for layer, entry in state["layers"].items()}
+        layers = _restored(state["layers"])
         for layer, history in layers.items():
             expected = [len(slots) for slots in self._initial(*sizes)]
             found = [len(slots) for slots in history.placement]
@@ -295,9 +297,15 @@ def moves_between(layer: int, old: Slots, new: Slots) -> list[Move]:
     return moves
 
 
-def _restored(entry: Mapping[str, Any]) -> LayerHistory:
-    return LayerHistory(
-        tuple(tuple(slots) for slots in entry["placement"]),
-        [torch.tensor(loads, dtype=torch.int64, device="cpu") for loads in entry["loads"]],
-        int(entry["observed"]),
-    )
+def _restored(layers: Any) -> dict[int, LayerHistory]:
+    """The histories in a state; older states have them in dictionaries."""
+    if isinstance(layers, Mapping):
+        layers = [(layer, *(each[key] for key in ("placement", "loads", "observed"))) for layer, each in layers.items()]
+    return {
+        int(layer): LayerHistory(
+            tuple(tuple(slots) for slots in placement),
+            [torch.tensor(loads, dtype=torch.int64, device="cpu") for loads in many_loads],
+            int(observed),
+        )
+        for layer, placement, many_loads, observed in layers
+    }

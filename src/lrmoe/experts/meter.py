@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -20,6 +20,7 @@ from torch import Tensor
 # What is read of a layer, by the names under which it is logged: means over layers and steps, and sums.
 SHARES = ("kept_share", "kept_importance_share", "variance_share", "load_max_over_mean")
 SECONDS = ("forward_seconds", "backward_seconds")
+NONFINITE = "nonfinite_backwards"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,8 @@ class BackwardCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackwardStats:
-    """Scalars of one backward, on the device they were computed on (no synchronisation).
+    """Scalars of one backward, on the device they were computed on (no synchronisation). The last three may be NaN or
+    infinite, as the gradients they are of.
 
     ``load_E``, ``kept_E`` int64 pairs; ``importance_total``, ``importance_kept`` sums of R, fp64;
     ``variance``: V*, the least variance any unbiased design with these quotas has, in units of R, fp64; an expert that
@@ -59,7 +61,12 @@ class BackwardStats:
 
 
 class Meter:
-    """Totals of one layer since the last :meth:`reset`. Device-side; :meth:`read` synchronises once.
+    """Totals of one layer since the last :meth:`reset`. Device-side until :meth:`totals`.
+
+    A backward whose importance is not finite, as of a step that a loss scaler is about to skip, adds nothing to the
+    sums of importance, where one NaN would make every later share NaN; it is counted instead. Its loads and kept pairs
+    count like any others: they are whole numbers, true of the forward, and the same on ranks of which only some met the
+    NaN.
 
     Attributes:
         watch: called with the routed pairs per expert, int64 (E,) on the device, of each backward, where somebody sets
@@ -88,66 +95,61 @@ class Meter:
         self.backwards = 0
         self.forward_seconds = 0.0
         self.backward_seconds = 0.0
-        self._sums: BackwardStats | None = None
+        # Pairs routed and kept; the sums of R, of kept R and of V*, and how many backwards these leave out.
+        self._pairs_2E: Tensor | None = None
+        self._sums_4: Tensor | None = None
 
     def add(self, stats: BackwardStats, *, routed_E: Tensor | None = None) -> None:
         """Adds one backward; ``routed_E`` its loads where ``stats`` covers only this rank's part of them."""
         self.backwards += 1
         if self.watch is not None:
             self.watch(stats.load_E)
-        routed_E = stats.load_E if routed_E is None else routed_E
-        untaken_E = self._untaken_load_E
-        self._untaken_load_E = routed_E if untaken_E is None else untaken_E + routed_E
+        self._untaken_load_E = _plus(self._untaken_load_E, stats.load_E if routed_E is None else routed_E)
+        sums_3 = torch.stack([stats.importance_total, stats.importance_kept, stats.variance])
+        finite = sums_3.isfinite().all()
+        sums_3 = torch.where(finite, sums_3, 0.0)
         if self.watched:
-            sums_3 = torch.stack([stats.importance_total, stats.importance_kept, stats.variance])
-            untaken_3 = self._untaken_sums_3
-            self._untaken_sums_3 = sums_3 if untaken_3 is None else untaken_3 + sums_3
-        old = self._sums
-        self._sums = (
-            stats
-            if old is None
-            else BackwardStats(
-                load_E=old.load_E + stats.load_E,
-                kept_E=old.kept_E + stats.kept_E,
-                importance_total=old.importance_total + stats.importance_total,
-                importance_kept=old.importance_kept + stats.importance_kept,
-                variance=old.variance + stats.variance,
-            )
-        )
+            self._untaken_sums_3 = _plus(self._untaken_sums_3, sums_3)
+        self._sums_4 = _plus(self._sums_4, torch.cat([sums_3, (~finite).to(sums_3.dtype).unsqueeze(0)]))
+        self._pairs_2E = _plus(self._pairs_2E, torch.stack([stats.load_E, stats.kept_E]))
 
     @property
     def load_E(self) -> Tensor | None:
         """Routed pairs per expert in the forwards trained on since the last reset; None before the first."""
-        return None if self._sums is None else self._sums.load_E
+        return None if self._pairs_2E is None else self._pairs_2E[0]
 
     def take_load_E(self) -> Tensor | None:
         """Routed pairs per expert, int64, in the forwards trained on since the last call, of all expert-parallel ranks;
         None if there were none.
 
         A sum of its own, for the one consumer that balances the router: :meth:`reset` leaves it alone, so reading
-        metrics never hides loads from the selection bias.
+        metrics never hides loads from the selection bias. Where a step was skipped and nobody took its loads, the next
+        one's are added to them: the bias then moves once, by what all the tokens since its last move chose.
         """
         load_E, self._untaken_load_E = self._untaken_load_E, None
         return load_E
 
     def take_sums(self) -> Tensor | None:
         """(3,) fp64 on the device: the sums of R, of kept R and of V* since the last call; None if no backward ran, or
-        nobody watches. Sums of their own, like those of :meth:`take_load_E`: they are for the guard."""
+        nobody watches. Sums of their own, like those of :meth:`take_load_E`: they are for the guard. Of a step that was
+        skipped what was finite stays in them: it was measured on the very weights that the next attempt begins with."""
         sums_3, self._untaken_sums_3 = self._untaken_sums_3, None
         return sums_3
 
     def totals(self) -> dict[str, Any] | None:
-        """Sums as plain numbers and lists, or None if no backward ran; synchronises once with the device. What
+        """Sums as plain numbers and lists, all finite, or None if no backward ran; synchronises with the device. What
         :func:`shares` takes, and what adds up over ranks."""
-        if self._sums is None:
+        if self._sums_4 is None or self._pairs_2E is None:
             return None
-        s = self._sums
+        load, kept = self._pairs_2E.tolist()
+        importance_total, importance_kept, variance, nonfinite = self._sums_4.tolist()
         return {
-            "load": s.load_E.tolist(),
-            "kept": s.kept_E.tolist(),
-            "importance_total": float(s.importance_total),
-            "importance_kept": float(s.importance_kept),
-            "variance": float(s.variance),
+            "load": load,
+            "kept": kept,
+            "importance_total": importance_total,
+            "importance_kept": importance_kept,
+            "variance": variance,
+            NONFINITE: int(nonfinite),
             "backwards": self.backwards,
             "forward_seconds": self.forward_seconds,
             "backward_seconds": self.backward_seconds,
@@ -159,23 +161,38 @@ class Meter:
         return None if totals is None else shares(totals)
 
 
+def _plus(sum_so_far: Tensor | None, more: Tensor) -> Tensor:
+    return more if sum_so_far is None else sum_so_far + more
+
+
 def shares(totals: dict[str, Any]) -> dict[str, Any]:
     """A layer's :meth:`Meter.totals` as they are read: ``load`` and ``kept`` (lists, pairs per expert),
     ``kept_share``, ``kept_importance_share``, ``variance_share`` (V*/sum R), ``load_max_over_mean``, ``backwards``,
-    ``forward_seconds``, ``backward_seconds`` (see :class:`Stopwatch`; CPU tensors only)."""
+    ``nonfinite_backwards`` (how many of them the shares of importance leave out, because theirs was NaN or infinite),
+    ``forward_seconds``, ``backward_seconds`` (see :class:`Stopwatch`; CPU tensors only).
+
+    Where all that there was is left out, nobody knows ``kept_importance_share`` and ``variance_share``: None."""
     load, kept = totals["load"], totals["kept"]
-    pairs, total = sum(load), totals["importance_total"]
+    pairs, total, nonfinite = sum(load), totals["importance_total"], totals[NONFINITE]
+    unknown = nonfinite > 0 and total == 0.0
     return {
         "load": load,
         "kept": kept,
         "kept_share": sum(kept) / pairs if pairs else 1.0,
-        "kept_importance_share": totals["importance_kept"] / total if total else 1.0,
-        "variance_share": totals["variance"] / total if total else 0.0,
+        "kept_importance_share": None if unknown else totals["importance_kept"] / total if total else 1.0,
+        "variance_share": None if unknown else totals["variance"] / total if total else 0.0,
         "load_max_over_mean": max(load) * len(load) / pairs if pairs else 1.0,
         "backwards": totals["backwards"],
+        NONFINITE: nonfinite,
         "forward_seconds": totals["forward_seconds"],
         "backward_seconds": totals["backward_seconds"],
     }
+
+
+def mean_over_layers(layers: Iterable[dict[str, Any]], key: str) -> float | None:
+    """The mean of one of ``SHARES`` over layers, without those that do not know it; None if none does."""
+    known = [layer[key] for layer in layers if layer[key] is not None]
+    return sum(known) / len(known) if known else None
 
 
 class Stopwatch:

@@ -15,12 +15,13 @@ from transformers.trainer_callback import (
 )
 from transformers.training_args import TrainingArguments
 
+from lrmoe import strict_json
 from lrmoe.control import Recalibrator
-from lrmoe.experts.meter import SECONDS, SHARES
+from lrmoe.experts.meter import NONFINITE, SECONDS, SHARES
 from lrmoe.hosts.expert_modules import EXPERT_PARALLEL
 
 # The scalars of Recalibrator.metrics() that go into the Trainer's logs, as "lrmoe/<name>".
-LOGGED = ("drop", "guarded_layers", *SHARES)
+LOGGED = ("drop", "guarded_layers", NONFINITE, *SHARES)
 
 
 class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
@@ -170,7 +171,8 @@ def _metrics(recal: Recalibrator) -> dict[str, Any]:
 
 
 def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
-    scalars = {name: float(metrics[name]) for name in LOGGED if name in metrics}
+    # A share that no backward of the interval could tell is left out: reporters take numbers.
+    scalars = {name: float(value) for name in LOGGED if (value := metrics.get(name)) is not None}
     # Layers measure their time on a CPU only.
     return scalars | {name: float(metrics[name]) for name in SECONDS if metrics.get(name)}
 
@@ -178,7 +180,7 @@ def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
 _SAMPLES = 16
 
 
-def _sample_weights(recal: Recalibrator) -> dict[str, list[float]]:
+def _sample_weights(recal: Recalibrator) -> dict[str, list[float | str]]:
     """A few entries of each weight of each attached layer: enough to tell trained weights from others."""
     samples = {}
     with torch.no_grad():
@@ -187,17 +189,19 @@ def _sample_weights(recal: Recalibrator) -> dict[str, list[float]]:
                 # A shard's entries belong to a layout that a resumed run need not have.
                 if weight.numel() and not hasattr(weight, "placements"):
                     places = torch.arange(_SAMPLES, device=weight.device) * (weight.numel() - 1) // (_SAMPLES - 1)
-                    samples[f"{layer}.{name}"] = weight.detach().reshape(-1)[places].double().tolist()
+                    entries = weight.detach().reshape(-1)[places].double().tolist()
+                    # As words where they are not finite: no NaN is equal to itself, and JSON knows none.
+                    samples[f"{layer}.{name}"] = strict_json.spelled(entries)
     return samples
 
 
-def _require_same_weights(stored: dict[str, list[float]], recal: Recalibrator, step: int) -> None:
+def _require_same_weights(stored: dict[str, list[float | str]], recal: Recalibrator, step: int) -> None:
     here = _sample_weights(recal)
     different = [name for name in stored if name in here and here[name] != stored[name]]
     if different:
         raise ValueError(
-            f"{different[0]} is not what it was when the checkpoint at step {step} was saved ({len(different)} weights "
-            "differ): the Trainer has not restored the experts, because it does not convert the per-expert weights "
+            f"{different[0].lstrip('.')} is not what it was when the checkpoint at step {step} was saved "
+            f"({len(different)} weights differ): the Trainer has not restored the experts, because it does not convert the per-expert weights "
             "that save_pretrained writes. Build the model with from_pretrained(<that checkpoint>), attach, then call "
             "train(resume_from_checkpoint=<that checkpoint>)"
         )

@@ -19,6 +19,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from lrmoe.experts.layer_control import LayerControl, exact_control
 from lrmoe.experts.operator import controlled_experts
+from lrmoe.hosting import layer_label
 from lrmoe.hosts.checkpointing import follow_recomputes
 from lrmoe.hosts.expert_modules import Experts, activation_of, is_experts, weights, why_not
 from lrmoe.hosts.trainer_callback import RecalibrationCallback
@@ -142,14 +143,15 @@ class _TransformersHost:
     def find(self, model: nn.Module) -> dict[str, nn.Module]:
         found: dict[str, Experts] = {name: module for name, module in model.named_modules() if is_experts(module)}
         for name, module in found.items():
+            label = layer_label(name)
             if problem := why_not(module):
-                raise ValueError(f"{name}: {problem}")
+                raise ValueError(f"{label}: {problem}")
             if hasattr(module, "lrmoe_control"):
-                raise ValueError(f"{name} belongs to a model that already has a recalibrator; detach that one first")
+                raise ValueError(f"{label} belongs to a model that already has a recalibrator; detach that one first")
             implementation = module.config._experts_implementation
             if implementation in _LOCKED:
                 raise ValueError(
-                    f"{name} was loaded with experts_implementation={implementation!r}, which cannot be switched; "
+                    f"{label} was loaded with experts_implementation={implementation!r}, which cannot be switched; "
                     f'load the model with experts_implementation="{NAME}"'
                 )
             module._lrmoe_activation = activation_of(module)

@@ -15,7 +15,6 @@ A checkpoint appears in the folder when all ranks have written their part, and n
 
 from __future__ import annotations
 
-import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from lrmoe import strict_json
 from lrmoe.config import require_count
 from lrmoe.parallel import checkpoint_folder as folders
 from lrmoe.parallel.checkpoint_folder import newest
@@ -140,7 +140,7 @@ def save(
             "extra": extra,
         }
         try:
-            json.dumps(manifest)
+            strict_json.dumps(manifest)
         except (TypeError, ValueError) as error:
             raise ValueError(f"extra, or an option of the optimizer, is nothing that JSON can hold: {error}") from None
         return items, manifest

@@ -8,13 +8,14 @@ A manifest, written last, lists the files with their sizes, so that a copy cut s
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from lrmoe import strict_json
 
 MANIFEST = "lrmoe.json"
 _FORMAT = 1
@@ -53,7 +54,7 @@ def commit(partial: Path, step: int, written: Sequence[str], manifest: Mapping[s
     if lost:
         raise OSError(f"{lost[0]} was written by another rank, but is not in {partial}: all ranks have to share a disk")
     with open(partial / MANIFEST, "w", encoding="utf-8", newline="\n") as file:
-        json.dump({"format": _FORMAT, "step": step, "files": files, **manifest}, file)
+        file.write(strict_json.dumps({"format": _FORMAT, "step": step, "files": files, **manifest}))
         file.flush()
         os.fsync(file.fileno())
     _sync(partial)
@@ -102,7 +103,7 @@ def _name(step: int) -> str:
 
 def _manifest(path: Path) -> dict[str, Any] | str:
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = strict_json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return f"it has no {MANIFEST}" if path.is_dir() else "there is no such folder"
     except (OSError, ValueError, RecursionError) as error:

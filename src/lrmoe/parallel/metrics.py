@@ -7,9 +7,10 @@ from typing import Any
 import torch.distributed as dist
 
 from lrmoe.control import Recalibrator
+from lrmoe.experts.meter import NONFINITE
 from lrmoe.parallel.collectives import all_gather_json
 
-_SUMS = ("importance_total", "importance_kept", "variance")
+_SUMS = ("importance_total", "importance_kept", "variance", NONFINITE)
 # Ranks work side by side: the slowest one is what a step waits for.
 _LARGEST = ("backwards", "forward_seconds", "backward_seconds")
 
@@ -24,8 +25,10 @@ def global_metrics(
     """:meth:`Recalibrator.metrics` over all ranks of ``group``, the same on each; every one of them has to call it.
 
     Loads, kept pairs and importance are added up: under expert parallelism a rank counts the pairs it computed, without
-    it those of its own tokens, so each pair is counted once. Seconds are the slowest rank's. Layers whose experts
-    ran with nothing to drop count no importance there, and their shares are those of the other steps.
+    it those of its own tokens, so each pair is counted once. ``nonfinite_backwards`` are
+    added up too, as each rank leaves out its own part: a backward in which all met NaN counts once for each of them.
+    Seconds are the slowest rank's. Layers whose experts ran with nothing to drop count no importance there, and their
+    shares are those of the other steps.
 
     Args:
         group: the ranks that train the model together, the default group if None.

@@ -109,7 +109,8 @@ def _from_lines(run: Run, variant: str, baseline: str | None) -> Row:
     if differences:
         values["eval_loss_difference"] = math.fsum(differences) / len(differences)
     for column in SHARES:
-        weighted = [pair for training in trainings for pair in _intervals(training, column)]
+        pairs = [pair for training in trainings for pair in _intervals(training, column)]
+        weighted = [pair for pair in pairs if math.isfinite(pair[0])]
         if weighted:
             values[column] = math.fsum(v * n for v, n in weighted) / sum(n for _, n in weighted)
     for column in SECONDS:

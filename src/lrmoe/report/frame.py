@@ -14,6 +14,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from lrmoe import strict_json
 from lrmoe.report import palette
 from lrmoe.report.palette import paint
 from lrmoe.report.text import escape
@@ -239,7 +240,7 @@ def settings(value: object | None) -> str:
     """A folded ``config.json``."""
     if value is None:
         return ""
-    text = escape(json.dumps(value, indent=2, ensure_ascii=False))
+    text = escape(strict_json.dumps(value, indent=2, ensure_ascii=False))
     return (
         '<h2>Settings</h2><section class="card"><details><summary>config.json</summary>'
         f'<pre tabindex="0">{text}</pre></details></section>'

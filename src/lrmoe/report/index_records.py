@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lrmoe import strict_json
 from lrmoe.report.index_entry import Entry, Result
 from lrmoe.report.run_folder import read_object
 from lrmoe.training.files import check_file
@@ -242,7 +243,7 @@ def _last_lines(path: Path) -> Object:
     for line in (validated, last):
         if line:
             try:
-                value = json.loads(line)
+                value = strict_json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"metrics.jsonl: a line is not valid JSON ({error}); delete it") from None
             told = {**told, **value}

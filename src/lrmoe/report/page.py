@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from lrmoe.hosting import layer_label
 from lrmoe.report import comparison_sections, frame, overview, run_sections, sections
 from lrmoe.report.comparison import rows_of
 from lrmoe.report.frame import Frame, write_page
@@ -137,7 +138,7 @@ def _guard_notice(training: Training, who: str) -> list[str]:
     if not first:
         return []
     short = dict(zip(training.layer_names, short_layer_names(training.layer_names), strict=True))
-    named = [f"{short.get(layer, layer)} (from step {step:,})" for layer, step in first.items()]
+    named = [f"{short.get(layer, layer_label(layer))} (from step {step:,})" for layer, step in first.items()]
     more = f" and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
     times = "once" if len(stopped) == 1 else f"{len(stopped):,} times"
     begin = f"{who}the" if who else "The"

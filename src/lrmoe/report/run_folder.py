@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lrmoe import strict_json
 from lrmoe.experts.meter import SECONDS, SHARES
 from lrmoe.training.files import check_file
 
@@ -198,7 +199,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """One JSON object; ValueError naming the file otherwise."""
     text = _read_text(path)
     try:
-        value = json.loads(text)
+        value = strict_json.loads(text)
     except (ValueError, RecursionError) as error:
         line = error.lineno if isinstance(error, json.JSONDecodeError) else 1
         raise ValueError(f"{path}, line {line}: not valid JSON: {error}") from None
@@ -228,7 +229,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _parsed(line: str, path: Path, number: int) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = strict_json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}, line {number}: not valid JSON: {error}. If the run was killed while it wrote, "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lrmoe import strict_json
 from lrmoe.report import study_charts
 from lrmoe.report.frame import Frame, advice, chart, facts, notices, table, write_page
 from lrmoe.report.run_folder import read_object
@@ -200,7 +200,7 @@ def _origin(result: StudyResult) -> str:
     items = []
     for name, value in result.provenance.items():
         if isinstance(value, (dict, list)) and not all(isinstance(one, (str, int, float)) for one in value):
-            shown = json.dumps(value, ensure_ascii=False)
+            shown = strict_json.dumps(value, ensure_ascii=False)
         elif isinstance(value, dict):
             shown = ", ".join(f"{key} {each}" for key, each in value.items())
         elif name.endswith("seconds") and isinstance(value, (int, float)):

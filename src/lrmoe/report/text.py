@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import math
 
+from lrmoe.hosting import layer_label
+
 DASH = "–"
 MINUS = "−"
 
@@ -80,6 +82,7 @@ def short_layer_names(names: list[str]) -> list[str]:
     The result has no duplicates; where shortening would make some, or there is one layer only, names stay whole
     except for a trailing layer number.
     """
+    names = list(map(layer_label, names))
     parts = [name.split(".") for name in names]
     depth = min((len(p) for p in parts), default=0)
     start = 0

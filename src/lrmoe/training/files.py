@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from lrmoe import strict_json
 
 # What a run or a comparison writes into its folder; nothing else is ever deleted.
 OWN_FILES = ("config.json", "metrics.jsonl", "summary.json", "table.md", "report.html")
@@ -63,8 +64,8 @@ def check_entries(out: Path) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Writes ``value`` indented. A loss that is not finite is written ``NaN`` or ``Infinity``, as Python reads it."""
-    write_text(path, json.dumps(value, indent=2) + "\n")
+    """Writes ``value`` indented; numbers that are not finite as :mod:`lrmoe.strict_json` does."""
+    write_text(path, strict_json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -75,7 +76,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     check_file(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = strict_json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path} is missing; give the folder that lrmoe train or lrmoe compare wrote") from None
     except (OSError, ValueError, RecursionError) as error:
@@ -87,13 +88,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_records(path: Path, records: Iterable[dict[str, Any]]) -> None:
     """Replaces a JSON-lines file by ``records``."""
-    write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+    write_text(path, "".join(strict_json.dumps(record) + "\n" for record in records))
 
 
 def append_record(path: Path, record: dict[str, Any]) -> None:
     """Adds one line to a JSON-lines file, in one write."""
     with open(path, "a", encoding="utf-8", newline="\n") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(strict_json.dumps(record) + "\n")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -115,7 +116,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         if not line:
             continue
         try:
-            record = json.loads(line)
+            record = strict_json.loads(line)
         except (ValueError, RecursionError) as error:
             # Every complete line ends with a newline, so the text after the last one is a torn write.
             if number == len(lines):

@@ -8,7 +8,6 @@ for them, by its first rank alone.
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,7 +19,9 @@ import numpy as np
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
+from lrmoe import strict_json
 from lrmoe.experts.meter import SHARES
+from lrmoe.hosting import layer_label
 from lrmoe.hosts.transformers import RecalibrationCallback
 from lrmoe.training.config import TrainConfig
 
@@ -102,8 +103,10 @@ class TensorBoardLayers(TrainerCallback):  # type: ignore[misc]
             )
         step = state.global_step
         for name, layer in (self._recalibration.metrics or {})["layers"].items():
+            name = layer_label(name)
             for key in SHARES:
-                self._writer.add_scalar(f"{key}_by_layer/{name}", layer[key], step)
+                if layer[key] is not None:
+                    self._writer.add_scalar(f"{key}_by_layer/{name}", layer[key], step)
             if "guarded" in layer:
                 self._writer.add_scalar(f"guarded_by_layer/{name}", float(layer["guarded"]), step)
             if pairs := sum(layer["load"]):
@@ -142,7 +145,7 @@ class _Settings(TrainerCallback):  # type: ignore[misc]
 
 
 def _lines(value: object) -> list[str]:
-    return json.dumps(value, indent=2).splitlines()
+    return strict_json.dumps(value, indent=2).splitlines()
 
 
 @contextmanager

@@ -35,7 +35,9 @@ def summarize(config: TrainConfig, out: Path, *, diverged_at: int | None) -> dic
         "train_loss": _mean([(record["loss"], steps[record["step"]]) for record in last]),
     }
     for key in SHARES:
-        summary[key] = _mean([(record[key], steps[record["step"]]) for record in records if key in record])
+        # Intervals whose backwards were all not finite know no share; older versions wrote NaN for those.
+        known = [record for record in records if record.get(key) is not None and math.isfinite(record[key])]
+        summary[key] = _mean([(record[key], steps[record["step"]]) for record in known])
     for key in SECONDS:
         seconds = [record[key] / steps[record["step"]] for record in records]
         # A GPU's kernels run on after the host's clock has stopped; the layers then report zero.
