@@ -165,9 +165,10 @@ class Recalibrator:
         """What the backward passes did since the last call: ``kept_share``, ``kept_importance_share``,
         ``variance_share`` and ``load_max_over_mean`` (means over the layers that know them, see :func:`shares`),
         ``nonfinite_backwards``, ``forward_seconds`` and ``backward_seconds`` (sums), and ``layers``: for each name what
-        :meth:`Meter.read` gives, ``guarded``, whether the guard holds the layer at the exact backward now, and ``drop``, 0 if so and else as scheduled. Also ``step``, the optimizer steps
-        done, ``drop``, as scheduled for the last of them, ``guarded_layers``, how many are held now, and
-        ``guard_events``, the :attr:`Guard.events` since the last call.
+        :meth:`Meter.read` gives, ``guarded``, whether the guard holds the layer at the exact backward now, and
+        ``drop``, 0 if so and else as scheduled. Also ``step``, the optimizer steps done, ``drop``, as scheduled for the
+        last of them, ``guarded_layers``, how many are held now, and ``guard_events``, the :attr:`Guard.events` since
+        the last call.
 
         Synchronises with the device once; call it when you log. Layers that ran no backward are left out. Under expert
         parallelism it tells what this rank computed; :func:`lrmoe.parallel.global_metrics` adds the ranks up.

@@ -201,9 +201,9 @@ def _require_same_weights(stored: dict[str, list[float | str]], recal: Recalibra
     if different:
         raise ValueError(
             f"{different[0].lstrip('.')} is not what it was when the checkpoint at step {step} was saved "
-            f"({len(different)} weights differ): the Trainer has not restored the experts, because it does not convert the per-expert weights "
-            "that save_pretrained writes. Build the model with from_pretrained(<that checkpoint>), attach, then call "
-            "train(resume_from_checkpoint=<that checkpoint>)"
+            f"({len(different)} weights differ): the Trainer has not restored the experts, because it does not convert "
+            "the per-expert weights that save_pretrained writes. Build the model with from_pretrained(<that "
+            "checkpoint>), attach, then call train(resume_from_checkpoint=<that checkpoint>)"
         )
 
 
