@@ -106,8 +106,14 @@ def asset(name: str) -> str:
 
 
 def inline_json(value: object) -> str:
-    """JSON that cannot end the script element it stands in, without NaN, which browsers do not read."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    """JSON that cannot end the script element it stands in, without NaN, which browsers do not read: a number that is
+    not finite is null there, a gap in a figure."""
+    try:
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        with_gaps = json.loads(json.dumps(value), parse_constant=lambda _: None)
+        text = json.dumps(with_gaps, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c")
 
 
 def facts(items: Sequence[tuple[str, str]]) -> str:
