@@ -10,8 +10,10 @@ import json
 import logging
 import math
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +22,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import lrmoe
-from lrmoe import LRMoEConfig
+from lrmoe import LRMoEConfig, strict_json
 from lrmoe.balance.registry import get, names
-from lrmoe.experts.meter import BackwardStats, Meter, shares
-from lrmoe.recalibration.guard import PAUSE, WINDOW
+from lrmoe.experts.meter import SHARES, BackwardStats, Meter, shares
+from lrmoe.parallel import checkpoint
+from lrmoe.recalibration.guard import WINDOW
 from lrmoe.routing import TopKRouter
 
 DIM = 8
@@ -285,7 +288,7 @@ def _flat(state: dict[str, Any]) -> set[str]:
 def test_l2_a_recalibrator_has_the_same_parts_at_every_step(config: LRMoEConfig) -> None:
     recal = lrmoe.attach(Model(), config)
     first = _flat(recal.state_dict())
-    for step in range(WINDOW + PAUSE + WINDOW + 1):
+    for step in range(WINDOW + 2):
         backward(recal._model, step % 3)
         recal.step()
         assert _flat(recal.state_dict()) == first
@@ -375,3 +378,141 @@ def test_w2_a_layer_that_is_the_model_has_a_name(caplog: pytest.LogCaptureFixtur
         recal.step()
     (said,) = [record.getMessage() for record in caplog.records]
     assert "another try: the model itself (V*/sum R" in said
+
+
+def test_w2_pages_and_tensorboard_name_it_too(tmp_path: Path) -> None:
+    from lrmoe.report.text import short_layer_names
+
+    reporters = pytest.importorskip("lrmoe.training.reporters")
+    assert short_layer_names([""]) == ["the model itself"]
+    recal = lrmoe.attach(lrmoe.MoE(dim=DIM, expert_dim=8, num_experts=E, top_k=2), LRMoEConfig(drop=0.5))
+    backward(recal._model)
+    # The key stays what get_submodule takes.
+    assert list(recal.layers) == [""]
+    tags: dict[str, float] = {}
+    writer = SimpleNamespace(
+        add_scalar=lambda tag, value, step: tags.update({tag: value}), add_histogram=lambda *a, **k: None, flush=bool
+    )
+    layers = reporters.TensorBoardLayers(SimpleNamespace(metrics=recal.metrics()), writer)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=1)
+    layers.on_log(None, state, None, logs={"loss": 1.0, "lrmoe/drop": 0.5})
+    assert set(tags) == {f"{key}_by_layer/the model itself" for key in (*SHARES, "guarded")}
+
+
+# --- S7: what is written ---------------------------------------------------------------------------------------------
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def strictly(text: str) -> Any:
+    """As jq, a browser or Go would read it."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+AWKWARD: dict[str, Any] = {
+    "step": 3,
+    "loss": math.nan,
+    "layers": [{"share": math.inf, "load": (1, 2)}, {"share": -math.inf, "name": "Infinity in a name"}],
+    "none": None,
+}
+
+
+def _same(found: Any) -> bool:
+    return repr(found) == repr({**AWKWARD, "layers": [{**AWKWARD["layers"][0], "load": [1, 2]}, AWKWARD["layers"][1]]})
+
+
+def test_s7_what_is_not_finite_is_written_as_json_and_comes_back() -> None:
+    text = strict_json.dumps(AWKWARD)
+    assert strictly(text)["loss"] == "NaN"
+    assert [layer["share"] for layer in strictly(text)["layers"]] == ["Infinity", "-Infinity"]
+    assert _same(strict_json.loads(text))
+    assert _same(strict_json.loads(text.encode()))
+    # Bare, as another program may have written it.
+    assert _same(strict_json.loads(json.dumps(AWKWARD)))
+    finite = {"step": 1, "loss": 0.1}
+    assert strict_json.dumps(finite, indent=2) == json.dumps(finite, indent=2)
+    assert strictly(strict_json.dumps({math.nan: 1})) == {"NaN": 1}
+    with pytest.raises(TypeError):
+        strict_json.dumps({"loss": math.nan, "path": Path()})
+
+
+def test_s7_files_of_a_run_folder_hold_no_bare_nan(tmp_path: Path) -> None:
+    files = pytest.importorskip("lrmoe.training.files")
+    files.write_json(tmp_path / "summary.json", AWKWARD)
+    files.append_record(tmp_path / "appended.jsonl", AWKWARD)
+    files.write_records(tmp_path / "written.jsonl", [AWKWARD])
+    (tmp_path / "bare.jsonl").write_text(json.dumps(AWKWARD) + "\n")
+    strictly((tmp_path / "summary.json").read_text())
+    assert _same(files.read_json(tmp_path / "summary.json"))
+    for name in ("appended", "written"):
+        strictly((tmp_path / f"{name}.jsonl").read_text())
+    for name in ("appended", "written", "bare"):
+        (record,) = files.read_records(tmp_path / f"{name}.jsonl")
+        assert _same(record)
+
+
+@pytest.mark.parametrize("bare", [True, False])
+def test_s7_a_run_page_is_written_from_records_with_nan(tmp_path: Path, bare: bool) -> None:
+    page = pytest.importorskip("lrmoe.report.page")
+    layer = {"name": "", "kept_share": 0.5, "variance_share": math.nan, "load_max_over_mean": 1.0, "load": [2, 2]}
+    lines = [
+        {"step": step, "loss": 1.0, "kept_share": 0.5, "variance_share": math.nan if step == 2 else 0.25, "drop": 0.5}
+        | {"nonfinite_backwards": 3 * (step == 2), "forward_seconds": math.inf, "layers": [layer]}
+        for step in (1, 2, 3)
+    ]
+    dumps = json.dumps if bare else strict_json.dumps
+    (tmp_path / "metrics.jsonl").write_text("".join(dumps(line) + "\n" for line in lines))
+    (tmp_path / "config.json").write_text(dumps({"command": "train", "limit": math.inf, "train": {}}))
+    told = page.write_report(tmp_path).read_text()
+    assert "3 backward passes of layers were not finite" in told
+    for script in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', told, re.DOTALL):
+        strictly(script)
+
+
+def test_s7_a_comparison_page_is_written_with_times_that_are_no_numbers(tmp_path: Path) -> None:
+    frame = pytest.importorskip("lrmoe.report.frame")
+    assert frame.inline_json({"y": [1.0, math.nan, -math.inf], "<": 2}) == '{"y":[1.0,null,null],"\\u003c":2}'
+
+
+def test_s7_intervals_without_a_share_stay_out_of_a_run_s_mean(tmp_path: Path) -> None:
+    summary = pytest.importorskip("lrmoe.training.summary")
+    files = pytest.importorskip("lrmoe.training.files")
+    every = {"loss": 1.0, "kept_share": 0.5, "forward_seconds": 0.0, "backward_seconds": 0.0, "seconds": 1.0}
+    shares_ = {2: 0.2, 4: None, 6: math.nan, 8: 0.4}
+    files.write_records(
+        tmp_path / "metrics.jsonl",
+        [{"step": step, **every, "variance_share": share} for step, share in shares_.items()],
+    )
+    config = pytest.importorskip("lrmoe.training.config").TrainConfig()
+    assert summary.summarize(config, tmp_path, diverged_at=None)["variance_share"] == pytest.approx(0.3)
+
+
+def test_s7_weights_that_are_not_finite_are_json_in_a_checkpoint_and_equal_to_themselves() -> None:
+    callback = pytest.importorskip("lrmoe.hosts.trainer_callback")
+    model = Model()
+    recal = lrmoe.attach(model, LRMoEConfig(drop=0.5))
+    with torch.no_grad():
+        model.first.experts.down_proj.fill_(math.nan)
+    stored = strictly(json.dumps(callback._sample_weights(recal)))
+    callback._require_same_weights(stored, recal, 3)
+
+
+def test_s7_a_share_that_nobody_knows_is_not_logged() -> None:
+    callback = pytest.importorskip("lrmoe.hosts.trainer_callback")
+    recal = lrmoe.attach(Model(), LRMoEConfig(drop=0.5))
+    backward(recal._model, scale=math.nan)
+    recal.step()
+    scalars = callback._scalars(recal.metrics())
+    assert scalars["nonfinite_backwards"] == 2.0
+    assert "variance_share" not in scalars
+    assert all(map(math.isfinite, scalars.values()))
+
+
+def test_s7_a_checkpoint_s_manifest_is_json(tmp_path: Path) -> None:
+    model = Model()
+    recal = lrmoe.attach(model, LRMoEConfig(drop=0.5))
+    path = checkpoint.save(tmp_path, step=1, model=model, recalibrator=recal, extra={"best": math.inf})
+    strictly((path / "lrmoe.json").read_text())
+    assert checkpoint.load(path, model=model, recalibrator=recal).extra == {"best": math.inf}

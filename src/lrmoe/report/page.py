@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from lrmoe.experts.meter import NONFINITE
 from lrmoe.hosting import layer_label
 from lrmoe.report import comparison_sections, frame, overview, run_sections, sections
 from lrmoe.report.comparison import rows_of
@@ -117,7 +118,8 @@ def _notices(page: Page) -> list[str]:
     if not run.trainings:
         notices.append("metrics.jsonl has no line yet.")
     for training in run.trainings:
-        who = f"{training.variant}, seed {training.seed}: the" if run.is_comparison else "The"
+        of = f"{training.variant}, seed {training.seed}: " if run.is_comparison else ""
+        who = f"{of}the" if of else "The"
         for column, words in (("loss", "training loss"), ("eval_loss", "validation loss")):
             steps, values = training.series(column)
             step = first_not_finite(steps, values)
@@ -125,7 +127,14 @@ def _notices(page: Page) -> list[str]:
                 count = sum(not math.isfinite(value) for value in values)
                 times = "once" if count == 1 else f"{count:,} times"
                 notices.append(f"{who} {words} is not a finite number ({times}, first at step {step:,}).")
-        notices += _guard_notice(training, f"{training.variant}, seed {training.seed}: " if run.is_comparison else "")
+        _, left_out = training.series(NONFINITE)
+        if count := int(sum(value for value in left_out if math.isfinite(value))):
+            passes = "backward pass of a layer was" if count == 1 else "backward passes of layers were"
+            notices.append(
+                f"{of}{count:,} {passes} not finite, as where a loss scaler skips a step; the shares of importance "
+                "leave them out."
+            )
+        notices += _guard_notice(training, of)
     return notices
 
 

@@ -5,8 +5,9 @@ A run folder holds
 - ``config.json``: one object, the settings of the run;
 - ``metrics.jsonl``: one object a line, one line a logged step. ``step`` is required; ``loss``, ``eval_loss``, ``drop``,
   ``kept_share``, ``kept_importance_share``, ``variance_share``, ``load_max_over_mean``, ``forward_seconds``,
-  ``backward_seconds``, ``seconds``, ``guarded_layers``, ``guard_events``, ``saved_bytes``, ``parallel`` and ``layers``
-  may be absent or null; a comparison adds ``variant`` and ``seed`` to every line;
+  ``backward_seconds``, ``seconds``, ``guarded_layers``, ``nonfinite_backwards``, ``guard_events``, ``saved_bytes``,
+  ``parallel`` and ``layers`` may be absent or null; a comparison adds ``variant`` and ``seed`` to every line. A number
+  that is not finite is the string "NaN", "Infinity" or "-Infinity"; it may also stand there bare;
 - ``summary.json``: one object, the result; absent while a run is unfinished.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe import strict_json
-from lrmoe.experts.meter import SECONDS, SHARES
+from lrmoe.experts.meter import NONFINITE, SECONDS, SHARES
 from lrmoe.training.files import check_file
 
 NUMBERS = (
@@ -31,6 +32,7 @@ NUMBERS = (
     *SECONDS,
     "seconds",
     "guarded_layers",
+    NONFINITE,
 )
 _LAYER_NUMBERS = (*SHARES, "drop")
 # Of ``parallel``, what lrmoe.parallel.ExpertParallel.metrics gives: means over a line's plans.
