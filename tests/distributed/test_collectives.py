@@ -18,11 +18,10 @@ from lrmoe.parallel.collectives import (
     RankFailure,
     Traffic,
     all_gather_counts,
-    all_gather_json,
     all_reduce,
     all_to_all_rows,
-    barrier,
 )
+from lrmoe.parallel.meeting import all_gather_json, barrier
 
 DTYPES = (
     torch.float64,

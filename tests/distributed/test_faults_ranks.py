@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from distributed.world import run_world
-from torch import Tensor
+from torch import Tensor, nn
 
 import lrmoe
 from lrmoe import LRMoEConfig
-from lrmoe.parallel import ExpertParallel, clip_grad_norm_, global_metrics, parallelize
+from lrmoe.parallel import ExpertParallel, checkpoint, clip_grad_norm_, global_metrics, parallelize
+from lrmoe.parallel.meeting import barrier
 
 
 def engine_step(group: dist.ProcessGroup, default: AbstractContextManager[Any]) -> list[Any]:
@@ -45,6 +49,8 @@ def engine_step(group: dist.ProcessGroup, default: AbstractContextManager[Any]) 
             metrics = global_metrics(recal, group)
             ep.load_state_dict(ep.state_dict())
             balance = ep.metrics()
+            # The first meeting of two engines of a group is longer where there was one before.
+            del balance["sent_bytes"]["engines"]
         told.append([float(norm), metrics["kept_share"], balance, *(p.detach() for p in model.parameters())])
     return told
 
@@ -59,3 +65,143 @@ def engine_in_both(group: dist.ProcessGroup) -> None:
 
 def test_l5_the_engine_over_ranks() -> None:
     run_world(2, engine_in_both)
+
+
+class Trained:
+    """Two layers of four experts over the ranks, attached, and what a step of training does to them."""
+
+    def __init__(self, group: dist.ProcessGroup, policy: str = "lrmoe", **options: Any) -> None:
+        torch.manual_seed(0)
+        config = LRMoEConfig(drop=0.4)
+        layers = [lrmoe.MoE(dim=6, expert_dim=4, num_experts=4, top_k=2, config=config) for _ in range(2)]
+        self.model = nn.Sequential(*layers)
+        self.group = group
+        self.ep = ExpertParallel(group, num_experts=4, policy=policy, config=config, **options)
+        parallelize(self.model, self.ep)
+        self.recal = lrmoe.attach(self.model, config)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.x_TD = torch.randn(12, 6)
+
+    def forward(self) -> Tensor:
+        loss: Tensor = self.model(self.x_TD).square().mean()
+        return loss
+
+    def train(self) -> None:
+        self.forward().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.recal.step()
+        self.ep.step(self.optimizer)
+
+    def evaluate(self) -> None:
+        self.model.eval()
+        try:
+            with torch.no_grad():
+                self.model(self.x_TD)
+        finally:
+            self.model.train()
+
+    def evaluate_with_gradients(self) -> None:
+        self.model.eval()
+        try:
+            self.model(self.x_TD)
+        finally:
+            self.model.train()
+
+    def without_gradients(self) -> None:
+        with torch.no_grad():
+            self.model(self.x_TD)
+
+    def second_layer(self) -> None:
+        self.model[1](self.x_TD)
+
+    def second_microbatch(self) -> None:
+        self.recal.clock.move_to(step=self.recal.clock.step, microbatch=5)
+        self.forward()
+
+    def refused(self) -> None:
+        self.ep.routed_experts(None, None, None, None, None)  # type: ignore[arg-type]
+
+    def metrics(self) -> None:
+        global_metrics(self.recal, self.group)
+
+    def clip(self) -> None:
+        clip_grad_norm_(self.model, 1.0, group=self.group)
+
+    def guard(self) -> None:
+        self.ep.add_up(torch.zeros(2, 3), what="guard")
+
+    def save(self) -> None:
+        folder = Path("never-written")
+        checkpoint.save(folder, step=0, model=self.model, group=self.group)
+
+    def wait(self) -> None:
+        barrier(self.group, what="the end")
+
+
+TRAINS = "trains on layer 0 (step 1, microbatch 0)"
+METRICS = "asks for global metrics (global_metrics)"
+NORM = "takes the norm of all gradients (clip_grad_norm_, total_norm)"
+# What rank 0 does while the others do something else, and what every rank is told of both.
+ASTRAY: list[tuple[str, str, str, str]] = [
+    ("forward", "evaluate", TRAINS, "evaluates layer 0"),
+    (
+        "forward",
+        "evaluate_with_gradients",
+        TRAINS,
+        "evaluates layer 0 with gradients, in evaluation mode or without lrmoe.attach",
+    ),
+    ("forward", "without_gradients", TRAINS, "runs layer 0 without gradients (step 1, "),
+    ("forward", "second_layer", TRAINS, "trains on layer 1 (step 1, "),
+    ("forward", "second_microbatch", TRAINS, "trains on layer 0 (step 1, microbatch"),
+    ("forward", "metrics", TRAINS, METRICS),
+    ("forward", "clip", TRAINS, NORM),
+    ("forward", "guard", TRAINS, "ends its step (Recalibrator.step)"),
+    ("forward", "save", TRAINS, "saves a checkpoint"),
+    ("forward", "wait", TRAINS, "is in 'the end'"),
+    ("evaluate", "metrics", "evaluates layer 0", METRICS),
+    ("metrics", "clip", METRICS, NORM),
+    ("clip", "guard", NORM, "ends its step (Recalibrator.step)"),
+    ("save", "metrics", "saves a checkpoint", METRICS),
+    ("metrics", "refused", METRICS, "was given arguments that had to be refused, see the error there"),
+]
+
+
+def go_astray(group: dist.ProcessGroup, before: int) -> list[tuple[str, str, float]]:
+    """Each pair of different things, after ``before`` steps of training together; then they can train on."""
+    told = []
+    for here, there, *_ in ASTRAY:
+        run = Trained(group)
+        for _ in range(before):
+            run.train()
+        start = time.monotonic()
+        try:
+            getattr(run, here if group.rank() == 0 else there)()
+        except (RuntimeError, ValueError) as error:
+            told.append((type(error).__name__, str(error), time.monotonic() - start))
+        else:
+            told.append(("", "", 0.0))
+        run.recal.set_step(before)
+        run.train()
+    return told
+
+
+def assert_told(told: list[list[tuple[str, str, float]]], ranks: int) -> None:
+    others = f"ranks {', '.join(map(str, range(1, ranks)))}"
+    for place, (here, there, first, second) in enumerate(ASTRAY):
+        for rank, answers in enumerate(told):
+            kind, text, seconds = answers[place]
+            if there == "refused" and rank:
+                assert kind == "ValueError", (here, there, text)
+                continue
+            assert kind in ("RuntimeError", "CheckpointError"), (here, there, rank, kind, text)
+            assert f"rank 0 {first}" in text, (here, there, rank, text)
+            verb, _, rest = second.partition(" ")
+            several = f"{others} { {'is': 'are', 'was': 'were'}.get(verb, verb.removesuffix('s')) } {rest}"
+            assert (f"rank 1 {second}" if ranks == 2 else several) in text, (here, there, rank, text)
+            assert seconds < 10
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_l7_ranks_in_different_calls_are_told_who_is_where(ranks: int) -> None:
+    assert_told(run_world(ranks, go_astray, 1), ranks)

@@ -137,17 +137,20 @@ def test_a_wrong_argument_on_one_rank_stops_all_and_the_next_call_works(ranks: i
 
 # What rank 1 does otherwise than the others, and how the error names it.
 DIFFERENT: dict[str, tuple[Arguments, str]] = {
-    "step": ({"step": 4}, "step is not the same on all ranks"),
+    "step": ({"step": 4}, "on layer 0 (step 0, microbatch 0), while rank 1 trains on layer 0 (step 4, microbatch 0)"),
     "layer": (
         {"layer": 1},
-        "layer is not the same on all ranks of the expert-parallel group: rank 0 has 0, rank 1 has 1",
+        "on layer 0 (step 0, microbatch 0), while rank 1 trains on layer 1 (step 0, microbatch 0)",
     ),
-    "microbatch": ({"microbatch": 2}, "microbatch is not the same"),
+    "microbatch": (
+        {"microbatch": 2},
+        "while rank 1 trains on layer 0 (step 0, microbatch 2)",
+    ),
     "activation": ({"activation": "gelu"}, "activation is not the same"),
     "frozen weights": ({"freeze": "gate_up_proj"}, "which gradients are wanted"),
     "frozen tokens": ({"freeze": "x_TD"}, "which gradients are wanted"),
     "no bias": ({"without": "down_bias"}, "which biases there are"),
-    "evaluation": ({"no_grad": True}, "whether a backward follows"),
+    "evaluation": ({"no_grad": True}, "on layer 0 (step 0, microbatch 0), while rank 1 runs layer 0 without gradients"),
     "dtype": ({"dtype": torch.float32}, "the dtype of the products"),
     "width": ({"width": 20}, "the width of the experts"),
     "tokens' width": ({"dim": 4}, "the width of x_TD"),

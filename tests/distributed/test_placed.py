@@ -180,7 +180,7 @@ def test_what_one_rank_alone_does_is_told_on_all() -> None:
     assert "cannot move on rank 1" in text
     for name, message in (
         ("another optimizer", "optimizers that keep different things"),
-        ("a forward", "call ExpertParallel.step on every rank after the same calls"),
+        ("a forward", "rank 0 ends its step (ExpertParallel.step), while rank 1 trains on layer 0"),
         ("loaded", "the state of the policy is not the same on all ranks"),
     ):
         for told in (own, other):

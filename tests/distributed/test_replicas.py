@@ -20,7 +20,7 @@ import lrmoe
 from lrmoe import LRMoEConfig
 from lrmoe.balance.plan import Plan
 from lrmoe.parallel import ExpertParallel, parallelize
-from lrmoe.parallel.collectives import all_gather_json
+from lrmoe.parallel.meeting import all_gather_json
 
 
 class Watched(RandomPlans):

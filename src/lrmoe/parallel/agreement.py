@@ -20,13 +20,12 @@ from lrmoe.balance.policy import ExactPolicy, Policy
 from lrmoe.config import LRMoEConfig
 from lrmoe.experts.meter import is_recording
 from lrmoe.parallel.arguments import Tensors
-from lrmoe.parallel.collectives import Traffic, all_gather_counts
+from lrmoe.parallel.collectives import Traffic
 from lrmoe.parallel.layout import OwnPairs
+from lrmoe.parallel.meeting import CALL, PREFACE, REFUSED, Place, astray, exchange, lengthen, meet, same_call
 from lrmoe.parallel.transport import Line
 
 _POLICY = "the state of the policy"
-# What a rank that ends its step says where one that makes a call says whether it refuses.
-_STEPS = 2
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -40,11 +39,8 @@ class Terms:
     activation: str
     config: str
     seed: int
-    step: int
-    microbatch: int
-    layer: int
+    place: Place
     drop: float
-    training: bool
     biases: tuple[bool, ...]
     gradients: tuple[bool, ...]
     policy: int
@@ -57,15 +53,13 @@ class Terms:
         config: LRMoEConfig,
         *,
         dtype: torch.dtype,
-        position: tuple[int, int, int],
-        layer: int,
+        seed: int,
+        place: Place,
         drop: float,
-        training: bool,
         policy: int,
     ) -> Terms:
-        """Those of a call at ``position`` (seed, step, microbatch), with products in ``dtype``; ``policy`` is a
-        checksum of the state that the policy plans from."""
-        seed, step, microbatch = position
+        """Those of a call, with products in ``dtype``; ``policy`` is a checksum of the state that the policy plans
+        from."""
         return cls(
             width=tensors.x_TD.shape[1],
             expert_width=tensors.down_proj.shape[2],
@@ -73,18 +67,15 @@ class Terms:
             activation=activation,
             config=repr(config.to_dict()),
             seed=seed,
-            step=step,
-            microbatch=microbatch,
-            layer=layer,
+            place=place,
             drop=drop,
-            training=training,
             biases=(tensors.gate_up_bias is not None, tensors.down_bias is not None),
             gradients=tuple(tensor is not None and tensor.requires_grad for tensor in tensors.trainable),
             policy=policy,
         )
 
     def numbers(self) -> dict[str, int]:
-        """Each field as one int64. Texts by their checksum."""
+        """Each field but the place as one int64. Texts by their checksum."""
         return {
             "the width of x_TD": self.width,
             "the width of the experts": self.expert_width,
@@ -92,11 +83,7 @@ class Terms:
             "activation": zlib.crc32(self.activation.encode()),
             "config": zlib.crc32(self.config.encode()),
             "seed": self.seed,
-            "step": self.step,
-            "microbatch": self.microbatch,
-            "layer": self.layer,
             "drop": struct.unpack("<q", struct.pack("<d", self.drop))[0],
-            "whether a backward follows": int(self.training),
             "which biases there are (gate_up_bias, down_bias)": _bits(self.biases),
             "which gradients are wanted (x, routing weights, gate_up_proj, down_proj, biases)": _bits(self.gradients),
             _POLICY: self.policy,
@@ -147,19 +134,16 @@ class Agreement:
             RankFailure: if a rank does not come.
         """
         self._meet(line, device)
-        # As long as what a call says, so that a rank that is in a call instead hears of it and is heard.
-        head = torch.zeros(_HEAD + 2 * self._num_experts, dtype=torch.int64, device=device)
-        head[:3] = torch.tensor([_STEPS, int(refused), zlib.crc32(repr(moving).encode())], device="cpu")
-        told = all_gather_counts(head, line.group, what="moves", timeout_s=line.timeout_s, traffic=line.traffic).cpu()
+        numbers = torch.tensor([int(refused), zlib.crc32(repr(moving).encode())], dtype=torch.int64, device=device)
+        told = meet("moves", numbers, line.group, timeout_s=line.timeout_s, traffic=line.traffic, refuses=refused)
         if refused:
             return
-        _expect_all(told, steps=True)
-        if ranks := _ranks(told[:, 1] != 0):
+        if ranks := _ranks(told[:, 0] != 0):
             raise RuntimeError(
                 f"experts cannot move on rank {ranks} of the expert-parallel group; see the error there. Nothing has "
                 "moved on any rank"
             )
-        if len(set(told[:, 2].tolist())) > 1:
+        if len(set(told[:, 1].tolist())) > 1:
             raise RuntimeError(
                 "the ranks of the expert-parallel group would move different experts, or optimizers that keep "
                 "different things for them: call ExpertParallel.step and load_state_dict on every rank, with the same "
@@ -196,6 +180,7 @@ class Agreement:
     def _meet(self, line: Line, device: torch.device) -> None:
         if not self._met:
             agree_on_engine(self._description, line.group, device, timeout_s=line.timeout_s, traffic=line.traffic)
+            lengthen(line.group, _HEAD + 2 * self._num_experts)
             self._met = True
 
 
@@ -232,26 +217,25 @@ def gather_loads(
     """
     num_experts = real_E.numel()
     names = list(_NAMES)
+    preface = [REFUSED] + [0] * (PREFACE - 1) if terms is None else terms.place.preface()
     own = [0] * len(names) if terms is None else list(terms.numbers().values())
-    head = torch.tensor([int(terms is None), int(recording), int(stale), *own], device=real_E.device)
-    told = all_gather_counts(
-        torch.cat([head, real_E, masked_E]), group, what="loads", timeout_s=timeout_s, traffic=traffic
-    ).cpu()
+    head = torch.tensor([*preface, int(recording), int(stale), *own], dtype=torch.int64, device=real_E.device)
+    numbers = torch.cat([head, real_E, masked_E])
+    told = exchange(numbers, group, what="loads", timeout_s=timeout_s, traffic=traffic)[:, : numbers.numel()]
+    refused = _ranks(told[:, 0] == REFUSED)
     if terms is not None:
-        _expect_all(told, steps=False)
-    refused = _ranks(told[:, 0] != 0)
-    if refused and terms is not None:
-        raise RuntimeError(
-            f"rank {refused} of the expert-parallel group was given arguments it had to refuse; see the error there. "
-            "This rank stops with it, because its tokens cannot be exchanged"
-        )
-    if not refused:
-        start = head.numel() - len(names)
-        for name, value_G in zip(names, told[:, start : head.numel()].t().tolist(), strict=True):
+        _expect_one_place(told)
+        if refused:
+            raise RuntimeError(
+                f"rank {refused} of the expert-parallel group was given arguments it had to refuse; see the error "
+                "there. This rank stops with it, because its tokens cannot be exchanged"
+            )
+        for name, value_G in zip(names, told[:, _HEAD - len(names) : _HEAD].t().tolist(), strict=True):
             if len(set(value_G)) > 1:
                 raise RuntimeError(_difference(name, value_G))
-    real_GE, masked_GE = told[:, head.numel() : -num_experts], told[:, -num_experts:]
-    return Loads(real_GE.contiguous(), masked_GE.contiguous(), bool(told[:, 1].any()), bool(told[:, 2].any()))
+    real_GE, masked_GE = told[:, _HEAD:-num_experts], told[:, -num_experts:]
+    recorded, old = (bool(told[:, PREFACE + place].any()) for place in (0, 1))
+    return Loads(real_GE.contiguous(), masked_GE.contiguous(), recorded, old)
 
 
 def agree_on_engine(
@@ -268,8 +252,9 @@ def agree_on_engine(
     Raises:
         RuntimeError: on all ranks, naming what differs.
     """
-    sums = torch.tensor([zlib.crc32(repr(value).encode()) for value in description.values()], device=device)
-    told = all_gather_counts(sums, group, what="engines", timeout_s=timeout_s, traffic=traffic).cpu()
+    values = [zlib.crc32(repr(value).encode()) for value in description.values()]
+    sums = torch.tensor(values, dtype=torch.int64, device=device)
+    told = meet("engines", sums, group, timeout_s=timeout_s, traffic=traffic)
     for (name, value), sum_G in zip(description.items(), told.t().tolist(), strict=True):
         if len(set(sum_G)) > 1:
             others = [rank for rank, other in enumerate(sum_G) if other != sum_G[group.rank()]]
@@ -279,15 +264,13 @@ def agree_on_engine(
             )
 
 
-def _expect_all(told: Tensor, *, steps: bool) -> None:
-    """RuntimeError unless every rank ends its step, or none does."""
-    steps_G = told[:, 0] == _STEPS
-    if others := _ranks(~steps_G if steps else steps_G):
-        here, there = ("ends its step", "makes a call") if steps else ("makes a call", "ends its step")
-        raise RuntimeError(
-            f"this rank {here} where rank {others} of the expert-parallel group {there}: call ExpertParallel.step on "
-            "every rank after the same calls"
-        )
+def _expect_one_place(told: Tensor) -> None:
+    """RuntimeError unless all ranks are in a call of one layer, at one step and microbatch, to train or all not to;
+    those that refuse theirs say so themselves."""
+    rows = [row[:PREFACE] for row in told.tolist()]
+    if len({same_call(row) for row in rows if row[0] == CALL}) <= 1 and all(row[0] in (CALL, REFUSED) for row in rows):
+        return
+    raise RuntimeError(astray(told))
 
 
 def _ranks(is_G: Tensor) -> str:
@@ -310,19 +293,21 @@ def _difference(name: str, value_G: list[int]) -> str:
             "call ExpertParallel.step and load_state_dict on every rank, as often and with the same state"
         )
     elif name in ("activation", "config"):
-        return f"{name} is not the same on all ranks of the expert-parallel group; give every rank the same"
+        attached = ", and call lrmoe.attach on all of them or on none" if name == "config" else ""
+        return f"{name} is not the same on all ranks of the expert-parallel group; give every rank the same{attached}"
     values = ", ".join(f"rank {rank} has {value}" for rank, value in enumerate(shown))
     return (
         f"{name} is not the same on all ranks of the expert-parallel group: {values}. Every rank has to call the same "
-        "layer at the same step and microbatch, with the same configuration"
+        "layer with the same configuration"
     )
 
 
 _NAMES = tuple(
     Terms(
-        width=0, expert_width=0, dtype=torch.float32, activation="", config="", seed=0, step=0, microbatch=0, layer=0,
-        drop=0.0, training=False, biases=(), gradients=(), policy=0,
+        width=0, expert_width=0, dtype=torch.float32, activation="", config="", seed=0, drop=0.0, biases=(),
+        gradients=(), policy=0,
+        place=Place(trains=False, steered=False, known=False, layer=0, step=0, microbatch=0),
     ).numbers()
 )  # fmt: skip
-# Whether a rank refuses, records, and has old weights; then the terms.
-_HEAD = 3 + len(_NAMES)
+# What the call is, whether the rank records and has old weights; then the terms.
+_HEAD = PREFACE + 2 + len(_NAMES)

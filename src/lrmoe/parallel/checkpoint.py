@@ -48,7 +48,7 @@ from lrmoe.parallel.checkpoint_state import (
 )
 from lrmoe.parallel.checkpoint_table import Row, row
 from lrmoe.parallel.checkpoint_table import ranges as ranges_of
-from lrmoe.parallel.collectives import all_gather_json
+from lrmoe.parallel.meeting import all_gather_json
 
 __all__ = ["CheckpointError", "Loaded", "load", "newest", "save"]
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lrmoe.config import require_number
-from lrmoe.parallel.collectives import all_gather_json
+from lrmoe.parallel.meeting import all_gather_json
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ watchdog, which ends the process when the group's timeout is over.
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
@@ -86,7 +85,7 @@ def all_to_all_rows(
         ValueError: if the counts do not fit the group or the rows.
         RankFailure: if a rank is lost or too late.
     """
-    group = _resolve(group)
+    group = resolve(group)
     size = group.size()
     for name, counts in (("send", send), ("receive", receive)):
         if len(counts) != size or any(count < 0 for count in counts):
@@ -124,7 +123,7 @@ def all_gather_counts(
         ValueError: if ``counts`` has not one dimension.
         RankFailure: if a rank is lost or too late.
     """
-    group = _resolve(group)
+    group = resolve(group)
     if counts.dim() != 1:
         raise ValueError(f"{what}: counts has shape {tuple(counts.shape)}; it must be (n,)")
     each = [1] * group.size()
@@ -156,7 +155,7 @@ def all_reduce(
         ValueError: for another ``op``.
         RankFailure: if a rank is lost or too late; ``tensor`` is then unchanged.
     """
-    group = _resolve(group)
+    group = resolve(group)
     if op not in _OPERATIONS:
         raise ValueError(f"{what}: op={op!r} must be one of {', '.join(_OPERATIONS)}")
     size, rank = group.size(), group.rank()
@@ -178,47 +177,19 @@ def all_reduce(
         return tensor.copy_(whole.view(tensor.shape))
 
 
-def all_gather_json(
-    value: Any, group: dist.ProcessGroup | None = None, *, what: str, timeout_s: float | None = None
-) -> list[Any]:
-    """Every rank's ``value``, anything that JSON can hold, in order of rank. For what is small and rare.
+def resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, the default one if None.
 
     Raises:
-        RankFailure: if a rank is lost or too late.
+        ValueError: if there is none.
     """
-    group = _resolve(group)
-    text = json.dumps(value).encode()
-    if group.size() == 1:
-        return [json.loads(text)]
-    device = _device(group)
-    length = torch.tensor([len(text)], device=device)
-    lengths: list[int] = all_gather_counts(length, group, what=what, timeout_s=timeout_s).flatten().tolist()
-    message = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device).repeat(group.size())
-    send = [len(text)] * group.size()
-    received = all_to_all_rows(message, send, lengths, group, what=what, timeout_s=timeout_s).cpu()
-    return [json.loads(bytes(part.tolist())) for part in torch.split(received, lengths)]
-
-
-def barrier(group: dist.ProcessGroup | None = None, *, what: str, timeout_s: float | None = None) -> None:
-    """Returns when all ranks have come here.
-
-    Raises:
-        RankFailure: if a rank is lost or too late.
-    """
-    group = _resolve(group)
-    token = torch.zeros(1, dtype=torch.uint8, device=_device(group))
-    # Reading the answer makes the host wait where the backend would not.
-    all_gather_counts(token, group, what=what, timeout_s=timeout_s).tolist()
-
-
-def _resolve(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     found = dist.group.WORLD if group is None else group
     if found is None:
         raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
     return found
 
 
-def _device(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     """A device that the group's backend can send from."""
     return torch.device("cpu" if "cpu:" in str(dist.get_backend_config(group)) else "cuda")
 

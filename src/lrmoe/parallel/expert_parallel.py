@@ -26,6 +26,7 @@ from lrmoe.parallel.call import Call
 from lrmoe.parallel.collectives import Traffic, all_reduce
 from lrmoe.parallel.home_store import HomeStore
 from lrmoe.parallel.layout import lay_out, sort_pairs
+from lrmoe.parallel.meeting import Place, meet
 from lrmoe.parallel.moving import MovingExperts
 from lrmoe.parallel.operator import run_experts
 from lrmoe.parallel.placed_store import PlacedStore
@@ -266,8 +267,11 @@ class ExpertParallel:
         """The sum of ``tensor`` over the ranks, the same on all bit for bit; every one of them has to call it.
 
         Raises:
+            RuntimeError: on all ranks, if another rank is in another call.
             RankFailure: if a rank does not come within the timeout.
         """
+        nothing = torch.empty(0, dtype=torch.int64, device=tensor.device)
+        meet(what, nothing, self.group, timeout_s=self.timeout_s, traffic=self.traffic)
         return all_reduce(tensor.clone(), self.group, what=what, timeout_s=self.timeout_s, traffic=self.traffic)
 
     def metrics(self, *, reset: bool = True) -> dict[str, Any]:
@@ -361,16 +365,24 @@ class ExpertParallel:
         try:
             dtype, train = check_call(tensors, activation, self.store, num_experts=self.num_experts, rank=self.rank)
             number = self._number(layer, tensors.gate_up_proj)
+            # In evaluation a layer has no meter, and another configuration than the engine.
+            steered = handle != 0 or config is self.config
             own = sort_pairs(tensors.topk_ids_TK, tensors.token_mask_T, self.num_experts)
             terms = Terms.of(
                 tensors,
                 activation,
                 config,
                 dtype=dtype,
-                position=(seed, step, microbatch),
-                layer=number,
+                seed=seed,
+                place=Place(
+                    trains=train,
+                    steered=steered,
+                    known=steered or self.registered.number_of(tensors.gate_up_proj) is not None,
+                    layer=number,
+                    step=step,
+                    microbatch=microbatch,
+                ),
                 drop=drop_now,
-                training=train,
                 policy=self._policy_state,
             )
         except Exception as error:  # Whatever it is: the other ranks must not wait for this one.

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lrmoe.parallel.collectives import all_gather_counts
 from lrmoe.parallel.expert_parameters import check_group, counted_rows, is_expert, is_spread_over, sharding_groups
+from lrmoe.parallel.meeting import meet
 
 _WHAT = "gradient norm"
 
@@ -60,7 +60,7 @@ def total_norm(
     both = torch.stack([squares.shared, squares.experts])
     if group is not None:
         # Bits, because counts travel as they are and NaN is equal to itself that way.
-        table = all_gather_counts(both.view(torch.int64), group, what=_WHAT, timeout_s=timeout_s)
+        table = meet(_WHAT, both.view(torch.int64), group, timeout_s=timeout_s)
         if bool((table[:, 0] != table[0, 0]).any()):
             norms = ", ".join(f"{math.sqrt(value):.9g}" for value in table[:, 0].clone().view(torch.float64).tolist())
             raise ValueError(
@@ -134,9 +134,9 @@ def _squares(
         by_mesh[key] = by_mesh.get(key, zero) + _square(parameter).to(device)
     for (meshes, local), square in by_mesh.items():
         for mesh in meshes:
-            parts = all_gather_counts(square.view(1).view(torch.int64), mesh, what=_WHAT, timeout_s=timeout_s)
+            parts = meet(_WHAT, square.view(1).view(torch.int64), mesh, timeout_s=timeout_s).to(device)
             square = zero
-            for part in parts.view(torch.float64):
+            for part in parts.contiguous().view(torch.float64):
                 square = square + part[0]
         if local:
             result.experts = result.experts + square

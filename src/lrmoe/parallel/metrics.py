@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lrmoe.control import Recalibrator
 from lrmoe.experts.meter import NONFINITE
-from lrmoe.parallel.collectives import all_gather_json
+from lrmoe.parallel.meeting import all_gather_json
 
 _SUMS = ("importance_total", "importance_kept", "variance", NONFINITE)
 # Ranks work side by side: the slowest one is what a step waits for.
