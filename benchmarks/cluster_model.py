@@ -44,7 +44,8 @@ from lrmoe.ops.grouped_mm import grouped_mm
 from lrmoe.parallel import ExpertParallel
 from lrmoe.parallel.clock import PhaseClock
 from lrmoe.training.memory import measure_saved_bytes
-from lrmoe.training.presets import PRESETS, load_model
+from lrmoe.training.models import load_model
+from lrmoe.training.presets import PRESETS
 from lrmoe.training.trace import read_trace
 
 SETTINGS: tuple[tuple[float, str], ...] = ((0.0, "preactivation"), (0.3, "preactivation"), (0.5, "input"))

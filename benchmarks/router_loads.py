@@ -18,8 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lrmoe.studies.loads import skew_of
+from lrmoe.training.documents import read_documents
 from lrmoe.training.presets import PRESETS
-from lrmoe.training.text import TrainingOrder, read_documents, tokenize
+from lrmoe.training.text import TrainingOrder, tokenize
 from lrmoe.training.tokenizer import byte_tokenizer
 
 RANKS, BATCH, SEQ, MICROBATCHES = 8, 16, 128, 2

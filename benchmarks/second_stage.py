@@ -34,8 +34,9 @@ from lrmoe.recalibration.quota import quotas
 from lrmoe.recalibration.segments import Segments
 from lrmoe.recalibration.selection import Kept, select
 from lrmoe.studies.results import Column, StudyResult, Table
+from lrmoe.training.documents import read_documents
 from lrmoe.training.presets import PRESETS
-from lrmoe.training.text import TrainingOrder, read_documents, tokenize
+from lrmoe.training.text import TrainingOrder, tokenize
 from lrmoe.training.tokenizer import byte_tokenizer
 
 MODEL, BATCH, SEQ, LR = "qwen3-moe-nano", 8, 128, 2e-3

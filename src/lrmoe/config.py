@@ -8,12 +8,22 @@ from dataclasses import asdict, dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
+from lrmoe.problems import Problems
+
 Selector = Literal["topq", "pps", "random", "auto"]
 Metric = Literal["lrm", "grad_norm", "abs_grad", "alpha_grad", "forward", "random"]
 Quota = Literal["expert", "level", "pooled"]
 RouterGrad = Literal["exact", "sum_rule", "kept"]
 Save = Literal["preactivation", "input"]
 Remainder = Literal["none", "mean"]
+_CHOICES = {
+    "selector": Selector,
+    "metric": Metric,
+    "quota": Quota,
+    "router_grad": RouterGrad,
+    "save": Save,
+    "remainder": Remainder,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,44 +80,44 @@ class LRMoEConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        # Numpy's scalars, in which sweeps come, become plain numbers: a config is written as JSON.
-        object.__setattr__(self, "drop", require_number("drop", self.drop))
-        if not 0.0 <= self.drop < 1.0:
-            raise ValueError(
-                f"drop={self.drop!r} must be in [0, 1): the fraction of pairs the backward may leave out; "
-                "use drop=0 for the exact backward"
-            )
-        for field, choices in (
-            ("selector", Selector),
-            ("metric", Metric),
-            ("quota", Quota),
-            ("router_grad", RouterGrad),
-            ("save", Save),
-            ("remainder", Remainder),
-        ):
-            value = getattr(self, field)
-            if not isinstance(value, str) or value not in get_args(choices):
-                raise ValueError(f"{field}={value!r} is not known; choose one of {', '.join(get_args(choices))}")
-        if self.error_budget is not None:
-            object.__setattr__(self, "error_budget", require_number("error_budget", self.error_budget))
-            if not 0.0 <= self.error_budget < math.inf:
+        problems = Problems()
+        with problems:
+            # Numpy's scalars, in which sweeps come, become plain numbers: a config is written as JSON.
+            object.__setattr__(self, "drop", require_number("drop", self.drop))
+            if not 0.0 <= self.drop < 1.0:
                 raise ValueError(
-                    f"error_budget={self.error_budget!r} must be a finite number >= 0 (a fraction of the total "
-                    "importance, e.g. 0.025) or None"
+                    f"drop={self.drop!r} must be in [0, 1): the fraction of pairs the backward may leave out; 0 is the "
+                    "exact backward"
                 )
-        for field in ("guard_variance", "guard_tail"):
-            if getattr(self, field) is not None:
-                value = require_number(field, getattr(self, field))
-                object.__setattr__(self, field, value)
-                if not 0.0 < value < math.inf:
+        for field, choices in _CHOICES.items():
+            with problems:
+                value = getattr(self, field)
+                if not isinstance(value, str) or value not in get_args(choices):
+                    raise ValueError(f"{field}={value!r} is not known; choose one of {', '.join(get_args(choices))}")
+        with problems:
+            if self.error_budget is not None:
+                object.__setattr__(self, "error_budget", require_number("error_budget", self.error_budget))
+                if not 0.0 <= self.error_budget < math.inf:
                     raise ValueError(
-                        f"{field}={value!r} must be a finite number above 0 (a fraction of the total importance, "
-                        "e.g. 0.1) or None for no guard"
+                        f"error_budget={self.error_budget!r} must be a finite number >= 0 (a fraction of the total "
+                        "importance, e.g. 0.025) or None"
                     )
+        for field in ("guard_variance", "guard_tail"):
+            with problems:
+                if getattr(self, field) is not None:
+                    limit = require_number(field, getattr(self, field))
+                    object.__setattr__(self, field, limit)
+                    if not 0.0 < limit < math.inf:
+                        raise ValueError(
+                            f"{field}={limit!r} must be a finite number above 0 (a fraction of the total importance, "
+                            "e.g. 0.1) or None for no guard"
+                        )
         for field in ("warmup_steps", "ramp_steps", "final_dense_steps", "total_steps", "seed"):
-            value = getattr(self, field)
-            if field != "total_steps" or value is not None:
-                object.__setattr__(self, field, require_count(field, value))
+            with problems:
+                value = getattr(self, field)
+                if field != "total_steps" or value is not None:
+                    object.__setattr__(self, field, require_count(field, value))
+        problems.tell()
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values; ``LRMoEConfig(**config.to_dict())`` gives the same config back."""

@@ -29,7 +29,7 @@ from lrmoe.studies.catalog import run_named
 from lrmoe.studies.regimes import UNGUARDED, regime
 from lrmoe.studies.study_config import StudyConfig
 from lrmoe.studies.variants import Variant
-from lrmoe.training.presets import load_weights
+from lrmoe.training.models import load_weights
 from lrmoe.training.run import prepare, train
 
 transformers.utils.logging.disable_progress_bar()

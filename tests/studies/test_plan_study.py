@@ -199,14 +199,14 @@ def test_the_command_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ep", "200"], "num_ranks=200 must be between 1 and num_experts=128"),
-        (["--max-drop", "1"], "max_drop=1.0 must be in [0, 1)"),
-        (["--model", "none"], "model='none' is neither a preset"),
-        (["--skew", "2", "--loads", "x"], "loads='x' and skew=2.0 exclude each other"),
-        (["--steps", "3"], "steps=3 is of a trace"),
+        (["--ep", "200"], "--ep 200 must be between 1 and num_experts=128"),
+        (["--max-drop", "1"], "--max-drop 1.0 must be in [0, 1)"),
+        (["--model", "none"], "--model none is neither a preset"),
+        (["--skew", "2", "--loads", "x"], "--loads x and --skew 2.0 exclude each other"),
+        (["--steps", "3"], "--steps 3 is of a trace"),
         (["--loads", "LOADS"], "holds loads of 2 experts, but qwen3-30b-a3b has 128 a layer"),
-        (["--experts-only", "--dense-shards", "2"], "dense_shards=2 has no effect with experts_only"),
-        (["--budget-gib", "0"], "budget_gib=0.0 must be a finite number above 0"),
+        (["--experts-only", "--dense-shards", "2"], "--dense-shards 2 has no effect with experts-only"),
+        (["--budget-gib", "0"], "--budget-gib 0.0 must be a finite number above 0"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(

@@ -240,19 +240,19 @@ def test_the_command_writes_a_folder_that_report_writes_again(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--trace", "nowhere"], "trace='nowhere' is missing; give what lrmoe train --trace wrote"),
-        (["--trace", "x", "--workload", "burst"], "give either a trace or a workload"),
-        (["--trace", "x", "--tokens", "9"], "tokens=9 is of workloads"),
+        (["--trace", "nowhere"], "--trace nowhere is missing; give what lrmoe train --trace wrote"),
+        (["--trace", "x", "--workload", "burst"], "--trace x and --workload burst exclude each other"),
+        (["--trace", "x", "--tokens", "9"], "--tokens 9 is of workloads"),
         (["--workload", "burst", "--shape", "burst"], "--shape is for --loads, --shape or --skew alone"),
         (["--skew", "2", "--steps", "3"], "--steps is for --trace or --workload"),
-        (["--workload", "burst", "--skew", "2"], "skew=2.0 is of the workload 'zipf'"),
+        (["--workload", "burst", "--skew", "2"], "--skew 2.0 is of the workload 'zipf'"),
         (["--workload", "bursts"], "argument --workload: invalid choice: 'bursts'"),
-        (["--workload", "zipf", "--skew", "99"], "skew=99.0 must be between 1 and the number of ranks, 8"),
+        (["--workload", "zipf", "--skew", "99"], "--skew 99.0 must be between 1 and the number of ranks, 8"),
         (["--workload", "burst", "--policies", "best"], "policies: 'best' is not known"),
-        (["--workload", "burst", "--drop", "1"], "drop=1.0 must be in [0, 1)"),
-        (["--workload", "burst", "--steps", "0"], "steps=0 must be an integer >= 1"),
-        (["--workload", "burst", "--dim", "0"], "dim=0 must be a finite number above 0"),
-        (["--workload", "burst", "--experts", "4"], "num_ranks=8 must be between 1 and num_experts=4"),
+        (["--workload", "burst", "--drop", "1"], "--drop 1.0 must be in [0, 1)"),
+        (["--workload", "burst", "--steps", "0"], "--steps 0 must be an integer >= 1"),
+        (["--workload", "burst", "--dim", "0"], "--dim 0 must be a finite number above 0"),
+        (["--workload", "burst", "--experts", "4"], "--ranks 8 must be between 1 and --experts 4"),
     ],
 )
 def test_bad_input_is_one_line_and_writes_nothing(

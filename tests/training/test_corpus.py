@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import CONFIG_MAPPING
 
-from lrmoe.training.text import TrainingOrder, ValidationSet, read_documents, tokenize
+from lrmoe.training.documents import read_documents
+from lrmoe.training.text import TrainingOrder, ValidationSet, tokenize
 from lrmoe.training.tokenizer import byte_tokenizer, encode, load_tokenizer
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from lrmoe.cli import _parser, main
+from lrmoe.cli import main, parsers
 from lrmoe.studies.variants import parse_variant
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.summary import summarize
 
 
 def test_limits_are_numbers_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = _parser().parse_args(["train", "--out", "x", "--guard-variance", "none", "--guard-tail", "0.02"])
+    given = parsers()[0].parse_args(["train", "--out", "x", "--guard-variance", "none", "--guard-tail", "0.02"])
     assert (given.guard_variance, given.guard_tail) == (None, 0.02)
     variant = parse_variant("free: drop=0.5 guard_variance=none guard_tail=0.1")
     assert variant.settings == {"drop": 0.5, "guard_variance": None, "guard_tail": 0.1}
@@ -22,7 +22,7 @@ def test_limits_are_numbers_or_none(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["train", "--out", str(out), "--guard-variance", "never"]) == 2
     assert "'never' is neither a number nor none" in capsys.readouterr().err
     assert main(["train", "--out", str(out), "--guard-tail", "-1"]) == 2
-    assert "guard_tail=-1.0 must be a finite number above 0" in capsys.readouterr().err
+    assert "--guard-tail -1.0 must be a finite number above 0" in capsys.readouterr().err
     assert not out.exists()
 
 

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lrmoe import LRMoEConfig, attach
-from lrmoe.training.presets import PRESETS, load_model
+from lrmoe.training.models import load_model
+from lrmoe.training.presets import PRESETS
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lrmoe.training.config import TrainConfig
+from lrmoe.training.documents import read_documents
 from lrmoe.training.files import locked, read_records
-from lrmoe.training.presets import load_model
+from lrmoe.training.models import load_model
 from lrmoe.training.run import prepare, train
-from lrmoe.training.text import TrainingOrder, read_documents, tokenize
+from lrmoe.training.text import TrainingOrder, tokenize
 
 MakeConfig = Callable[..., TrainConfig]
 SECONDS = {"seconds", "forward_seconds", "backward_seconds"}

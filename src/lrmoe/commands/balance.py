@@ -15,6 +15,8 @@ from lrmoe.studies.replay_config import ReplayConfig
 from lrmoe.studies.sources import check_files
 from lrmoe.training.files import check_free
 
+ALIASES = {"num_ranks": "ranks", "num_experts": "experts"}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of both kinds of loads."""

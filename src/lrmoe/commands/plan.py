@@ -11,6 +11,8 @@ from lrmoe.config import Quota
 from lrmoe.studies.plan_config import PlanConfig
 from lrmoe.training.files import check_free
 
+ALIASES = {"num_ranks": "ep", "ranks": "ep"}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """All settings."""

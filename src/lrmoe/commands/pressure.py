@@ -11,6 +11,8 @@ from lrmoe.config import Save
 from lrmoe.studies.pressure_config import PressureConfig
 from lrmoe.training.files import check_free
 
+ALIASES = {"num_ranks": "ep", "ranks": "ep"}
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """All settings."""

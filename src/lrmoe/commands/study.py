@@ -8,12 +8,16 @@ from dataclasses import fields
 from typing import Any
 
 from lrmoe.commands.options import add_fields, integers, need, path, words
+from lrmoe.commands.run_options import EXTRA, quiet_libraries
+from lrmoe.config import require_count
+from lrmoe.problems import Problems
+from lrmoe.studies.study_config import NAMES, REGIMES, StudyConfig
+from lrmoe.training.documents import check_text
+from lrmoe.training.presets import check_model
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The study's name and its settings."""
-    from lrmoe.studies.study_config import NAMES, REGIMES, StudyConfig
-
     parser.add_argument("study", choices=NAMES, metavar="NAME", help=f"which: {', '.join(NAMES)}")
     parser.add_argument("--out", type=path, required=True, metavar="DIR", help="folder of this study's results")
     parser.add_argument(
@@ -37,20 +41,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(given: dict[str, Any]) -> int:
     """The verb."""
-    need("rich", "transformers", "accelerate", "tensorboard", "plotly")
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    name, out = given.pop("study"), given.pop("out")
+    store = given.pop("cells", out / "cells")
+    jobs = given.pop("jobs", 1)
+    _check(name, jobs, given)
+    need(*EXTRA)
+    quiet_libraries()
     from lrmoe.studies.catalog import CATALOG, run_named
     from lrmoe.studies.results import show
     from lrmoe.terminal import console, print_table, progress_bar
 
-    name, out = given.pop("study"), given.pop("out")
-    store = given.pop("cells", out / "cells")
-    jobs = given.pop("jobs", 1)
-    if jobs < 1:
-        raise ValueError(f"--jobs {jobs} must be at least 1")
     more = _more(given.pop("more", []), CATALOG[name].settings)
     for field in given.keys() & more:
         raise ValueError(f"--set {field}=... and --{field.replace('_', '-')} say the same; give one")
@@ -69,6 +69,26 @@ def run(given: dict[str, Any]) -> int:
             console.print(f"- {sentence}", markup=False, soft_wrap=False)
     console.print(f"\ntable:  {out / 'table.md'}\nreport: {out / 'report.html'}", markup=False)
     return 0
+
+
+def _check(name: str, jobs: int, given: Mapping[str, Any]) -> None:
+    """Raises ValueError with all that can be told to be wrong before torch is imported."""
+    problems = Problems()
+    with problems:
+        require_count("jobs", jobs, least=1)
+    plain = {field.name for field in fields(StudyConfig)}
+    with problems:
+        # The other has sizes of its own, which are checked with what --set says.
+        if name != "time_to_loss":
+            StudyConfig(**{field: value for field, value in given.items() if field in plain})
+    with problems:
+        if "model" in given:
+            check_model(given["model"])
+    for field in ("text", "fine_tune_text"):
+        with problems:
+            if field in given:
+                check_text(given[field], field=field)
+    problems.tell()
 
 
 def _more(texts: list[str], settings: Mapping[str, Any]) -> dict[str, Any]:

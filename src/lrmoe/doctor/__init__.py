@@ -75,7 +75,10 @@ def diagnose(
     if model is None and transformers is not None:
         model = "qwen3-moe-tiny"
     if model is not None and transformers is None:
-        raise ValueError(f'model={model!r} needs Transformers: install "lrmoe[train]", or check without a model')
+        raise ValueError(
+            f'model={model!r} needs Transformers: in a clone of LRMoE, pip install -e ".[train]"; or check without '
+            "a model"
+        )
     loaded = None if model is None else load(model, device)
 
     report = DoctorReport(model=model)

@@ -22,7 +22,7 @@ _TOLERANCE = 1e-4
 
 
 def load(model: str, device: str) -> nn.Module:
-    from lrmoe.training.presets import load_model
+    from lrmoe.training.models import load_model
 
     loaded: nn.Module = load_model(model, seed=0)[0]
     return loaded.to(device).train()

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lrmoe.balance.shapes import SHAPES
-from lrmoe.config import require_count
+from lrmoe.problems import Problems
 from lrmoe.studies.expert import Expert
-from lrmoe.studies.sources import check_one_source, check_planning
+from lrmoe.studies.sources import check_one_source, check_planning, check_sizes
 from lrmoe.training.config import described
 
 if TYPE_CHECKING:
@@ -53,22 +53,25 @@ class BalanceConfig:
     bandwidth: float = described(4e11, "bytes a second between a rank and the others, each way")
 
     def __post_init__(self) -> None:
-        check_one_source(loads=self.loads, skew=self.skew, shape=self.shape)
+        problems = Problems()
+        with problems:
+            check_one_source(loads=self.loads, skew=self.skew, shape=self.shape)
         for name in ("experts", "tokens", "seed") if self.loads is not None else ():
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is of synthetic loads; leave it out with loads={self.loads!r}"
-                )
-        if self.shape is not None and self.seed is not None:
-            raise ValueError(f"seed={self.seed!r} has no effect on a shape, which draws nothing; leave it out")
-        for name in ("experts", "ranks", "top_k"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name), least=1)
-        for name in ("tokens", "seed"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name))
-        check_planning(drop=self.drop, quota=self.quota, slots=self.slots, capacity=self.capacity, floor=self.floor)
-        self.expert  # noqa: B018  Checks its part.
+            with problems:
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} is of synthetic loads; leave it out with loads={self.loads!r}"
+                    )
+        with problems:
+            if self.shape is not None and self.seed is not None:
+                raise ValueError(f"seed={self.seed!r} has no effect on a shape, which draws nothing; leave it out")
+        with problems:
+            check_sizes(experts=self.experts, ranks=self.ranks, tokens=self.tokens, top_k=self.top_k, seed=self.seed)
+        with problems:
+            check_planning(drop=self.drop, quota=self.quota, slots=self.slots, capacity=self.capacity, floor=self.floor)
+        with problems:
+            self.expert  # noqa: B018  Checks its part.
+        problems.tell()
 
     @property
     def expert(self) -> Expert:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lrmoe.cluster import Elementwise, Hardware, ModelShape, hardware, model
 from lrmoe.config import require_count, require_number
+from lrmoe.problems import Problems
 from lrmoe.studies.sources import check_files, check_one_source
 from lrmoe.training.config import described
 
@@ -38,16 +39,23 @@ class PaperConfig:
     draws: int = described(1, "synthetic loads, each of them a matrix of its own")
 
     def __post_init__(self) -> None:
+        problems = Problems()
         for name in ("ep", "seq", "microbatch", "draws"):
-            require_count(name, getattr(self, name), least=1)
-        require_count("seed", self.seed)
-        if self.budget_gib is not None and not 0 < require_number("budget_gib", self.budget_gib) < float("inf"):
-            raise ValueError(f"budget_gib={self.budget_gib!r} must be a finite number above 0")
-        check_one_source(trace=self.trace, loads=self.loads, skew=self.skew)
-        if self.skew is not None and not 1 <= require_number("skew", self.skew) <= self.ep:
-            raise ValueError(
-                f"skew={self.skew!r} must be between 1 and the number of ranks, {self.ep}: largest over mean"
-            )
+            with problems:
+                require_count(name, getattr(self, name), least=1)
+        with problems:
+            require_count("seed", self.seed)
+        with problems:
+            if self.budget_gib is not None and not 0 < require_number("budget_gib", self.budget_gib) < float("inf"):
+                raise ValueError(f"budget_gib={self.budget_gib!r} must be a finite number above 0")
+        with problems:
+            check_one_source(trace=self.trace, loads=self.loads, skew=self.skew)
+        with problems:
+            if self.skew is not None and not 1 <= require_number("skew", self.skew) <= self.ep:
+                raise ValueError(
+                    f"skew={self.skew!r} must be between 1 and the number of ranks, {self.ep}: largest over mean"
+                )
+        problems.tell()
 
     @property
     def tokens(self) -> int:
@@ -120,7 +128,12 @@ def check_operation(*, slots: int, floor: int, elementwise: str) -> None:
     Raises:
         ValueError: naming the field, the value and what it may be.
     """
-    require_count("slots", slots)
-    require_count("floor", floor, least=1)
-    if elementwise not in ELEMENTWISE:
-        raise ValueError(f"elementwise={elementwise!r} is not known; choose one of {', '.join(ELEMENTWISE)}")
+    problems = Problems()
+    with problems:
+        require_count("slots", slots)
+    with problems:
+        require_count("floor", floor, least=1)
+    with problems:
+        if elementwise not in ELEMENTWISE:
+            raise ValueError(f"elementwise={elementwise!r} is not known; choose one of {', '.join(ELEMENTWISE)}")
+    problems.tell()

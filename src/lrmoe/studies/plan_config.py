@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from lrmoe.config import require_count, require_number
+from lrmoe.problems import Problems
 from lrmoe.studies.paper_config import PaperConfig, check_operation, elementwise_setting, floor_setting
 from lrmoe.training.config import described
 
@@ -34,18 +35,27 @@ class PlanConfig(PaperConfig):
     dense_shards: int | None = described(None, "parts that the rest's weights and states are cut in; default: --ep")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_operation(slots=self.slots, floor=self.floor, elementwise=self.elementwise)
-        require_count("optimizer_shards", self.optimizer_shards, least=1)
-        for name in ("steps", "dense_shards"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name), least=1)
-        if not 0.0 <= require_number("max_drop", self.max_drop) < 1.0:
-            raise ValueError(f"max_drop={self.max_drop!r} must be in [0, 1): a share of the rows")
-        if self.quota not in ("expert", "level"):
-            raise ValueError(f"quota={self.quota!r} is not known; choose one of expert, level")
-        if self.experts_only and self.dense_shards is not None:
-            raise ValueError(f"dense_shards={self.dense_shards!r} has no effect with experts_only; leave one out")
+        problems = Problems()
+        with problems:
+            super().__post_init__()
+        with problems:
+            check_operation(slots=self.slots, floor=self.floor, elementwise=self.elementwise)
+        for name in ("steps", "optimizer_shards", "dense_shards"):
+            with problems:
+                if name == "optimizer_shards" or getattr(self, name) is not None:
+                    require_count(name, getattr(self, name), least=1)
+        with problems:
+            if not 0.0 <= require_number("max_drop", self.max_drop) < 1.0:
+                raise ValueError(f"max_drop={self.max_drop!r} must be in [0, 1): a share of the rows")
+        with problems:
+            if self.quota not in ("expert", "level"):
+                raise ValueError(f"quota={self.quota!r} is not known; choose one of expert, level")
+        with problems:
+            if self.experts_only and self.dense_shards is not None:
+                raise ValueError(
+                    f"dense_shards={self.dense_shards!r} has no effect with experts_only=True; leave one out"
+                )
+        problems.tell()
 
     def case(self) -> Case:
         """Reads the files.

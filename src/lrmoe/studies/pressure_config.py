@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lrmoe.config import Save, require_number
+from lrmoe.problems import Problems
 from lrmoe.studies.paper_config import PaperConfig, check_operation, elementwise_setting, floor_setting
 from lrmoe.training.config import described
 
@@ -35,15 +36,25 @@ class PressureConfig(PaperConfig):
     at: float = described(20.0, "pressure at which the order of the systems is looked at for other skews")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_operation(slots=self.slots, floor=self.floor, elementwise=self.elementwise)
-        if not 0.0 < require_number("min_keep", self.min_keep) <= 1.0:
-            raise ValueError(f"min_keep={self.min_keep!r} must be above 0 and at most 1: a share of an expert's rows")
-        if not 0 < require_number("at", self.at) < float("inf"):
-            raise ValueError(f"at={self.at!r} must be a finite number above 0")
-        if self.save not in get_args(Save):
-            raise ValueError(f"save={self.save!r} is not known; choose one of {', '.join(get_args(Save))}")
-        self.levels  # noqa: B018  Checks itself.
+        problems = Problems()
+        with problems:
+            super().__post_init__()
+        with problems:
+            check_operation(slots=self.slots, floor=self.floor, elementwise=self.elementwise)
+        with problems:
+            if not 0.0 < require_number("min_keep", self.min_keep) <= 1.0:
+                raise ValueError(
+                    f"min_keep={self.min_keep!r} must be above 0 and at most 1: a share of an expert's rows"
+                )
+        with problems:
+            if not 0 < require_number("at", self.at) < float("inf"):
+                raise ValueError(f"at={self.at!r} must be a finite number above 0")
+        with problems:
+            if self.save not in get_args(Save):
+                raise ValueError(f"save={self.save!r} is not known; choose one of {', '.join(get_args(Save))}")
+        with problems:
+            self.levels  # noqa: B018  Checks itself.
+        problems.tell()
 
     @property
     def levels(self) -> tuple[float, ...]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from lrmoe.balance import names
 from lrmoe.balance.shapes import WORKLOADS
 from lrmoe.config import require_count
+from lrmoe.problems import Problems
 from lrmoe.studies.expert import Expert
-from lrmoe.studies.sources import check_planning
+from lrmoe.studies.sources import check_one_source, check_planning, check_sizes
 from lrmoe.training.config import described
 
 if TYPE_CHECKING:
@@ -60,21 +61,28 @@ class ReplayConfig:
     bandwidth: float = described(4e11, "bytes a second between a rank and the others, each way")
 
     def __post_init__(self) -> None:
-        if (self.trace is None) == (self.workload is None):
-            raise ValueError("give either a trace or a workload: each says what the loads are")
+        problems = Problems()
+        with problems:
+            check_one_source(trace=self.trace, workload=self.workload)
+            if self.trace is None and self.workload is None:
+                raise ValueError("give a trace or a workload, which say what the loads are")
         for name in ("experts", "tokens", "top_k", "seed", "skew") if self.trace is not None else ():
-            if getattr(self, name) is not None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is of workloads; leave it out with trace={self.trace!r}"
-                )
-        for name in ("steps", "layers", "ranks", "experts", "top_k"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name), least=1)
-        for name in ("tokens", "seed"):
-            if getattr(self, name) is not None:
-                require_count(name, getattr(self, name))
-        check_planning(drop=self.drop, quota=self.quota, slots=self.slots, capacity=self.capacity, floor=self.floor)
-        self.expert({})  # Checks its part.
+            with problems:
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} is of workloads; leave it out with trace={self.trace!r}"
+                    )
+        for name in ("steps", "layers"):
+            with problems:
+                if getattr(self, name) is not None:
+                    require_count(name, getattr(self, name), least=1)
+        with problems:
+            check_sizes(experts=self.experts, ranks=self.ranks, tokens=self.tokens, top_k=self.top_k, seed=self.seed)
+        with problems:
+            check_planning(drop=self.drop, quota=self.quota, slots=self.slots, capacity=self.capacity, floor=self.floor)
+        with problems:
+            self.expert({})  # Checks its part.
+        problems.tell()
 
     def choices(self) -> list[Choice]:
         """The policies, fixed ownership first."""

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lrmoe.config import Quota, require_count, require_number
+from lrmoe.problems import Problems
 
 
 def check_one_source(**sources: Any) -> None:
@@ -31,11 +32,35 @@ def check_planning(*, drop: float, quota: str, slots: int, capacity: float | Non
     Raises:
         ValueError: naming the field, the value and what it may be.
     """
-    if not 0.0 <= require_number("drop", drop) < 1.0:
-        raise ValueError(f"drop={drop!r} must be in [0, 1): the fraction of pairs the backward may leave out")
-    if quota not in get_args(Quota):
-        raise ValueError(f"quota={quota!r} is not known; choose one of {', '.join(get_args(Quota))}")
-    require_count("slots", slots)
-    if capacity is not None and not require_number("capacity", capacity) > 0:
-        raise ValueError(f"capacity={capacity!r} must be a positive number")
-    require_count("floor", floor, least=1)
+    problems = Problems()
+    with problems:
+        if not 0.0 <= require_number("drop", drop) < 1.0:
+            raise ValueError(f"drop={drop!r} must be in [0, 1): the fraction of pairs the backward may leave out")
+    with problems:
+        if quota not in get_args(Quota):
+            raise ValueError(f"quota={quota!r} is not known; choose one of {', '.join(get_args(Quota))}")
+    with problems:
+        require_count("slots", slots)
+    with problems:
+        if capacity is not None and not require_number("capacity", capacity) > 0:
+            raise ValueError(f"capacity={capacity!r} must be a positive number")
+    with problems:
+        require_count("floor", floor, least=1)
+    problems.tell()
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Checks counts that may be left to defaults.
+
+    Args:
+        sizes: ``tokens`` and ``seed``, which may be 0, and others, which may not; None for what is not given.
+
+    Raises:
+        ValueError: naming the field, the value and what it may be.
+    """
+    problems = Problems()
+    for name, size in sizes.items():
+        with problems:
+            if size is not None:
+                require_count(name, size, least=0 if name in ("tokens", "seed") else 1)
+    problems.tell()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lrmoe.config import require_count, require_number
+from lrmoe.problems import Problems
 from lrmoe.training.config import TrainConfig, described
 
 # By name, as a sentence has them.
@@ -49,28 +50,36 @@ class StudyConfig:
     regimes: tuple[str, ...] = field(default=())
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "seq", "memorize_bytes"):
-            require_count(name, getattr(self, name), least=1)
-        if not 0 <= require_number("warmup", self.warmup) < 1:
-            raise ValueError(f"warmup={self.warmup!r} must be in [0, 1), a share of the steps")
-        if self.steps < 20:
-            raise ValueError(f"steps={self.steps} must be at least 20: a study compares how runs end")
-        for seed in self.seeds:
-            if require_count("seeds", seed) >= 2**32:
-                raise ValueError(f"seeds={seed} must be below 2**32")
-        if not self.seeds or len(set(self.seeds)) != len(self.seeds):
-            raise ValueError(f"seeds={list(self.seeds)} must be one or more different integers")
-        for name in self.regimes:
-            if name not in REGIMES:
-                raise ValueError(f"regimes={name!r} is not known; choose of {', '.join(REGIMES)}")
-        if len(set(self.regimes)) != len(self.regimes):
-            raise ValueError(f"regimes={list(self.regimes)} must be different; each is trained once")
+        problems = Problems()
+        with problems:
+            if not 0 <= require_number("warmup", self.warmup) < 1:
+                raise ValueError(f"warmup={self.warmup!r} must be in [0, 1), a share of the steps")
+        with problems:
+            if require_count("steps", self.steps, least=1) < 20:
+                raise ValueError(f"steps={self.steps} must be at least 20: a study compares how runs end")
+        with problems:
+            require_count("memorize_bytes", self.memorize_bytes, least=1)
+        with problems:
+            for seed in self.seeds:
+                if require_count("seeds", seed) >= 2**32:
+                    raise ValueError(f"seeds={seed} must be below 2**32")
+            if not self.seeds or len(set(self.seeds)) != len(self.seeds):
+                raise ValueError(f"seeds={list(self.seeds)} must be one or more different integers")
+        with problems:
+            for name in self.regimes:
+                if name not in REGIMES:
+                    raise ValueError(f"regimes={name!r} is not known; choose of {', '.join(REGIMES)}")
+            if len(set(self.regimes)) != len(self.regimes):
+                raise ValueError(f"regimes={list(self.regimes)} must be different; each is trained once")
         for name in ("model", "text", "fine_tune_text"):
-            value = getattr(self, name)
-            if not isinstance(value, str) and (name == "model" or value is not None):
-                raise ValueError(f"{name}={value!r} must be a string")
-        # Everything that a run refuses, it says itself.
-        TrainConfig(model=self.model, text=self.text, steps=self.steps, batch=self.batch, seq=self.seq, lr=self.lr)
+            with problems:
+                value = getattr(self, name)
+                if not isinstance(value, str) and (name == "model" or value is not None):
+                    raise ValueError(f"{name}={value!r} must be a string")
+        with problems:
+            # Everything that a run refuses, it says itself.
+            TrainConfig(model=self.model, text=self.text, steps=self.steps, batch=self.batch, seq=self.seq, lr=self.lr)
+        problems.tell()
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values."""

@@ -28,10 +28,12 @@ from lrmoe.parallel import ExpertParallel, parallelize
 from lrmoe.parallel.clock import PhaseClock
 from lrmoe.studies.cell_file import MAYBE_NUMBER, NUMBER, RECORDS, TEXT, TEXTS, Kind, numbers, require
 from lrmoe.studies.time_to_loss_model import LanguageModel, parameter_groups
+from lrmoe.training.documents import read_documents
 from lrmoe.training.files import write_json
+from lrmoe.training.presets import BYTE_VOCAB_SIZE
 from lrmoe.training.run import versions
-from lrmoe.training.text import TokenText, TrainingOrder, ValidationSet, read_documents, tokenize
-from lrmoe.training.tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer
+from lrmoe.training.text import TokenText, TrainingOrder, ValidationSet, tokenize
+from lrmoe.training.tokenizer import byte_tokenizer
 from lrmoe.training.world import World
 
 Role = Literal["baseline", "recipe", "variant", "yardstick"]

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lrmoe.balance import names
 from lrmoe.config import LRMoEConfig
+from lrmoe.problems import Problems
 
 SCHEDULES = ("cosine", "linear", "constant")
 POLICIES = names()
@@ -16,6 +17,14 @@ REPORTERS = ("tensorboard", "wandb", "trackio")
 PARALLEL = ("ep", "policy", "slots", "capacity", "rank_timeout")
 # What changes nothing of the training; a run may be resumed with other values.
 OUTSIDE = ("threads", "report_to", *PARALLEL)
+
+# The least that a count may be.
+_COUNTS = {
+    **dict.fromkeys(("steps", "batch", "seq", "grad_accum", "log_every", "eval_every", "eval_sequences"), 1),
+    **dict.fromkeys(("save_every", "keep_checkpoints", "ep", "threads", "memorize_bytes"), 1),
+    **dict.fromkeys(("lr_warmup_steps", "seed", "slots"), 0),
+}
+_OPTIONAL = ("threads", "memorize_bytes", "slots")
 
 
 def described(default: Any, text: str) -> Any:
@@ -82,36 +91,47 @@ class TrainConfig:
     recalibration: LRMoEConfig = field(default_factory=LRMoEConfig)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "seq", "grad_accum", "log_every", "eval_every", "eval_sequences", "save_every"):
-            _count(name, getattr(self, name), 1)
-        for name in ("lr_warmup_steps", "seed"):
-            _count(name, getattr(self, name), 0)
-        if self.slots is not None:
-            _count("slots", self.slots, 0)
-        for name in ("keep_checkpoints", "ep"):
-            _count(name, getattr(self, name), 1)
-        for name in ("threads", "memorize_bytes"):
-            if getattr(self, name) is not None:
-                _count(name, getattr(self, name), 1)
-        if self.seed >= 2**32:
-            raise ValueError(f"seed={self.seed} must be below 2**32")
-        if self.seq < 2:
-            raise ValueError(f"seq={self.seq} must be at least 2: each token but the first is predicted")
+        problems = Problems()
+        for name, least in _COUNTS.items():
+            with problems:
+                if getattr(self, name) is not None or name not in _OPTIONAL:
+                    _count(name, getattr(self, name), least)
         for name in ("lr", "weight_decay"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value!r} must be a finite number >= 0")
-        if self.lr == 0:
-            raise ValueError("lr=0 trains nothing; give a number above 0")
-        if self.lr_schedule not in SCHEDULES:
-            raise ValueError(f"lr_schedule={self.lr_schedule!r} is not known; choose one of {', '.join(SCHEDULES)}")
-        self._check_reporters()
-        self._check_parallel()
-        if self.save_every % self.log_every and self.save_every < self.steps:
-            raise ValueError(
-                f"save_every={self.save_every} must be a multiple of log_every={self.log_every}, so that a resumed run "
-                "logs what an uninterrupted one logs"
-            )
+            with problems:
+                value = getattr(self, name)
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                    raise ValueError(f"{name}={value!r} must be a finite number >= 0")
+        with problems:
+            if self.lr_schedule not in SCHEDULES:
+                raise ValueError(f"lr_schedule={self.lr_schedule!r} is not known; choose one of {', '.join(SCHEDULES)}")
+        with problems:
+            self._check_reporters()
+        with problems:
+            self._check_policy()
+        # What follows holds such numbers against each other.
+        problems.tell()
+        with problems:
+            if self.seed >= 2**32:
+                raise ValueError(f"seed={self.seed} must be below 2**32")
+        with problems:
+            if self.seq < 2:
+                raise ValueError(f"seq={self.seq} must be at least 2: each token but the first is predicted")
+        with problems:
+            if self.lr == 0:
+                raise ValueError("lr=0 trains nothing; give a number above 0")
+        with problems:
+            if self.batch % self.ep:
+                raise ValueError(
+                    f"batch={self.batch} cannot be shared out equally to ep={self.ep} ranks; give a multiple of "
+                    f"{self.ep}"
+                )
+        with problems:
+            if self.save_every % self.log_every and self.save_every < self.steps:
+                raise ValueError(
+                    f"save_every={self.save_every} must be a multiple of log_every={self.log_every}, so that a resumed "
+                    "run logs what an uninterrupted one logs"
+                )
+        problems.tell()
         if self.recalibration.seed != self.seed:
             object.__setattr__(self, "recalibration", replace(self.recalibration, seed=self.seed))
 
@@ -130,7 +150,7 @@ class TrainConfig:
             if self.reporters.count(name) > 1:
                 raise ValueError(f"report_to={self.report_to!r} names {name} twice; give {known}")
 
-    def _check_parallel(self) -> None:
+    def _check_policy(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"policy={self.policy!r} is not known; choose one of {', '.join(POLICIES)}")
         for name in ("capacity", "rank_timeout"):
@@ -138,10 +158,6 @@ class TrainConfig:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (number and 0 < value < math.inf):
                 raise ValueError(f"{name}={value!r} must be a finite number above 0")
-        if self.batch % self.ep:
-            raise ValueError(
-                f"batch={self.batch} cannot be shared out equally to ep={self.ep} ranks; give a multiple of {self.ep}"
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, ``recalibration`` nested."""
@@ -161,11 +177,16 @@ class TrainConfig:
         if set(values) != known:
             odd = ", ".join(sorted(set(values) ^ known))
             raise ValueError(f"these settings are not of this version of lrmoe (missing or unknown: {odd})")
-        try:
-            recalibration = LRMoEConfig(**values["recalibration"])
-        except TypeError as error:
-            raise ValueError(f"recalibration settings are not of this version of lrmoe: {error}") from None
-        return cls(**{**values, "recalibration": recalibration})
+        problems = Problems()
+        with problems:
+            try:
+                recalibration = LRMoEConfig(**values["recalibration"])
+            except TypeError as error:
+                raise ValueError(f"recalibration settings are not of this version of lrmoe: {error}") from None
+        with problems:
+            config = cls(**{**values, "recalibration": LRMoEConfig()})
+        problems.tell()
+        return replace(config, recalibration=recalibration)
 
 
 def _count(name: str, value: object, least: int) -> None:

@@ -1,16 +1,19 @@
-"""Models to train: architectures at a size for two CPU cores, or any checkpoint folder."""
+"""Names of models to train: architectures at a size for two CPU cores, or any checkpoint folder. Nothing is loaded."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-
+from lrmoe.cluster import from_config
 from lrmoe.training.checkpoints import newest_checkpoint
-from lrmoe.training.tokenizer import BYTE_VOCAB_SIZE, byte_tokenizer, load_tokenizer
+
+# Ids of the byte tokenizer: three of its own and the 256 bytes.
+BYTE_VOCAB_SIZE = 259
+NUM_EXPERTS = 32
+"""Of each preset's MoE layers."""
 
 # What the presets share: 128 wide, 32 experts, 4 of them per token, so that the experts are most of the compute.
 _SHAPE: dict[str, Any] = {
@@ -40,7 +43,7 @@ def _qwen3_moe_nano() -> Any:
         **{**_SHAPE, **narrow},
         intermediate_size=192,
         moe_intermediate_size=64,
-        num_experts=32,
+        num_experts=NUM_EXPERTS,
         output_router_logits=True,
         router_aux_loss_coef=0.01,
     )
@@ -56,7 +59,7 @@ def _qwen3_moe_tiny() -> Any:
         **_SHAPE,
         intermediate_size=384,
         moe_intermediate_size=128,
-        num_experts=32,
+        num_experts=NUM_EXPERTS,
         output_router_logits=True,
         router_aux_loss_coef=0.01,
     )
@@ -71,7 +74,7 @@ def _glm4_moe_tiny() -> Any:
         **_SHAPE,
         intermediate_size=384,
         moe_intermediate_size=128,
-        n_routed_experts=32,
+        n_routed_experts=NUM_EXPERTS,
         n_shared_experts=1,
         n_group=4,
         topk_group=2,
@@ -89,66 +92,40 @@ PRESETS: dict[str, Callable[[], Any]] = {
 }
 
 
-def load_model(name: str, *, seed: int, distributed: Any = None) -> tuple[PreTrainedModel, Any]:
-    """A causal language model in float32, ready to be attached, and its tokenizer.
-
-    Args:
-        name: a preset, initialised from ``seed``; or a folder with a checkpoint in Transformers' format; or the folder
-            of a finished or interrupted ``lrmoe train`` run, whose newest checkpoint is taken. Nothing is downloaded.
-        seed: of a preset's initial weights. The global generator is left as it was.
-        distributed: a Transformers ``DistributedConfig``: every rank calls, and gets its part of the model.
-
-    Raises:
-        ValueError: if the name is neither, or the folder cannot be loaded.
-    """
-    if name in PRESETS:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(PRESETS[name]())
-        if distributed is not None:
-            # Transformers distributes models only as it loads them.
-            model = type(model).from_pretrained(
-                None,
-                config=model.config,
-                state_dict=model.state_dict(),
-                dtype=torch.float32,
-                distributed_config=distributed,
-            )
-            # It saves a model in the form it was loaded from, unless it does not know of any: then one key per expert.
-            vars(model).pop("_weight_conversions", None)
-        return model, byte_tokenizer()
-    folder = _folder_of(name)
-    model = load_weights(folder, distributed=distributed)
-    return model, load_tokenizer(folder, model.config.get_text_config().vocab_size)
+def check_model(name: str) -> None:
+    """Raises ValueError if the name is neither a preset nor a folder with a checkpoint."""
+    if name not in PRESETS:
+        checkpoint_folder(name)
 
 
-def load_outline(name: str) -> tuple[PreTrainedModel, Any]:
-    """What :func:`load_model` loads, without its weights: the model is on the meta device.
+def check_experts(name: str, ep: int) -> None:
+    """Checks that ranks can share the experts of a model, where its name or its config.json tells how many it has.
 
     Raises:
-        ValueError: as there, for what can be told without reading the weights.
+        ValueError: naming the number.
     """
+    experts = num_experts(name)
+    if experts is not None and isinstance(ep, int) and ep > 0 and experts % ep:
+        raise ValueError(
+            f"the layers of model={name!r} have {experts} experts, which cannot be shared out equally to ep={ep} "
+            f"ranks; give a divisor of {experts}"
+        )
+
+
+def num_experts(name: str) -> int | None:
+    """Routed experts of a MoE layer, of a preset or as a checkpoint's config.json has it; None where it does not."""
     if name in PRESETS:
-        config, tokenizer = PRESETS[name](), byte_tokenizer()
-    else:
-        folder = _folder_of(name)
-        try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        except Exception as error:  # Whatever a broken or foreign folder makes the library raise.
-            raise ValueError(f"model={name!r} cannot be loaded: {' '.join(str(error).split())}") from error
-        tokenizer = load_tokenizer(folder, config.get_text_config().vocab_size)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config), tokenizer
+        return NUM_EXPERTS
+    try:
+        config = json.loads((checkpoint_folder(name) / "config.json").read_text(encoding="utf-8"))
+        return from_config(config).num_experts
+    except (OSError, ValueError):
+        # What is wrong with the file is told by whoever loads the model.
+        return None
 
 
-def check_length(model: PreTrainedModel, seq: int) -> None:
-    """Raises ValueError if the sequences are longer than the model takes."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and seq > limit:
-        raise ValueError(f"seq={seq} is longer than the model's max_position_embeddings={limit}; lower seq")
-
-
-def _folder_of(name: str) -> Path:
+def checkpoint_folder(name: str) -> Path:
+    """The folder itself or, of a run's folder, that of its newest checkpoint; raises as :func:`check_model`."""
     given = Path(name)
     if not given.is_dir():
         raise ValueError(
@@ -159,27 +136,3 @@ def _folder_of(name: str) -> Path:
     if not (folder / "config.json").is_file():
         raise ValueError(f"model={name!r} holds no config.json; give a folder that save_pretrained wrote")
     return folder
-
-
-def load_weights(folder: Path, *, distributed: Any = None) -> PreTrainedModel:
-    """The model of a checkpoint folder, in float32; with ``distributed`` this rank's part of it.
-
-    Raises:
-        ValueError: if the folder cannot be loaded, or its weights are not exactly those of its configuration.
-    """
-    options = {} if distributed is None else {"distributed_config": distributed}
-    try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **options
-        )
-    except Exception as error:  # Whatever a broken or foreign folder makes the library raise.
-        raise ValueError(f"model={str(folder)!r} cannot be loaded: {' '.join(str(error).split())}") from error
-    # from_pretrained only warns of these, and initialises or leaves out what does not match.
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if loading.get(kind):
-            keys = [str(key) for key in loading[kind]]
-            raise ValueError(
-                f"model={str(folder)!r} does not match its config.json: {len(keys)} {kind.replace('_', ' ')}, "
-                f"e.g. {keys[0]}"
-            )
-    return model

@@ -26,13 +26,14 @@ from lrmoe.hosts.trainer_callback import engine_of
 from lrmoe.hosts.transformers import RecalibrationCallback, set_balancer
 from lrmoe.training.checkpoints import newest_checkpoint
 from lrmoe.training.config import OUTSIDE, TrainConfig
+from lrmoe.training.documents import read_documents
 from lrmoe.training.files import check_out_folder, clear_run, locked, read_json, write_json
-from lrmoe.training.presets import check_length, load_model
+from lrmoe.training.models import check_length, load_model
 from lrmoe.training.recorder import LossMeter, Progress, RunRecorder
 from lrmoe.training.reporters import Run, check_reporters, reporting
 from lrmoe.training.sharded import check_ranks, check_sharding, load_parts
 from lrmoe.training.summary import summarize
-from lrmoe.training.text import TokenText, TrainingOrder, ValidationSet, read_documents, tokenize
+from lrmoe.training.text import TokenText, TrainingOrder, ValidationSet, tokenize
 from lrmoe.training.trainer import RunTrainer, training_arguments
 from lrmoe.training.world import World
 

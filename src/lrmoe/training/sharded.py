@@ -12,8 +12,9 @@ from lrmoe.balance import HistoryPolicy, Policy, get
 from lrmoe.hosts.expert_modules import Experts
 from lrmoe.training.balance_loss import has_balancing_loss
 from lrmoe.training.config import TrainConfig
-from lrmoe.training.presets import check_length, load_model, load_outline, load_weights
-from lrmoe.training.text import TokenText, read_documents, tokenize
+from lrmoe.training.documents import read_documents
+from lrmoe.training.models import check_length, load_model, load_outline, load_weights
+from lrmoe.training.text import TokenText, tokenize
 
 
 def check_ranks(config: TrainConfig, size: int) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 # The order of ByT5: pad, end of text and unknown come before the 256 bytes.
 _SPECIAL = ("<pad>", "</s>", "<unk>")
 _OFFSET = len(_SPECIAL)
-BYTE_VOCAB_SIZE = _OFFSET + 256
 
 
 def byte_tokenizer() -> Any:

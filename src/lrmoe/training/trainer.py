@@ -18,7 +18,7 @@ from lrmoe.training.balance_loss import over_all_ranks
 from lrmoe.training.checkpoints import STAGING, publish
 from lrmoe.training.config import TrainConfig
 from lrmoe.training.memory import measure_saved_bytes
-from lrmoe.training.presets import load_weights
+from lrmoe.training.models import load_weights
 from lrmoe.training.recorder import LossMeter, RunRecorder
 from lrmoe.training.world import World
 
