@@ -205,7 +205,7 @@ def test_the_command_and_its_files(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--skew", "2", "--loads", "x"], "--loads x and --skew 2.0 exclude each other"),
         (["--steps", "3"], "--steps 3 is of a trace"),
         (["--loads", "LOADS"], "holds loads of 2 experts, but qwen3-30b-a3b has 128 a layer"),
-        (["--experts-only", "--dense-shards", "2"], "--dense-shards 2 has no effect with experts-only"),
+        (["--experts-only", "--dense-shards", "2"], "--dense-shards 2 has no effect with --experts-only"),
         (["--budget-gib", "0"], "--budget-gib 0.0 must be a finite number above 0"),
     ],
 )

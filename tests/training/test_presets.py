@@ -127,7 +127,7 @@ def shrink_vocabulary(folder: Path) -> None:
         (lose_a_weight, "1 missing keys.*q_proj"),
         (add_a_weight, "1 unexpected keys.*layers.7"),
         (break_tokenizer, "tokenizer.*cannot be loaded"),
-        (shrink_vocabulary, "tokenizer has 259 ids.*vocab_size=100"),
+        (shrink_vocabulary, "brings no tokenizer.*259 ids.*vocab_size=100"),
     ],
 )
 def test_damaged_folder_is_refused(tiny_model: Path, tmp_path: Path, damage: object, message: str) -> None:

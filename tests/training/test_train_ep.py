@@ -243,17 +243,17 @@ def test_checkpoints_have_one_key_for_each_expert(runs: Runs) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--ep", "0"], "ep=0 must be an integer >= 1"),
-        (["--ep", "3"], "batch=4 cannot be shared out equally to ep=3 ranks; give a multiple of 3"),
+        (["--ep", "0"], "--ep 0 must be an integer >= 1"),
+        (["--ep", "3"], "--batch 4 cannot be shared out equally to --ep 3 ranks; give a multiple of 3"),
         (
             ["--ep", "3", "--batch", "6"],
-            "experts has 4 experts, which Transformers cannot share out",
+            "have 4 experts, which cannot be shared out equally to --ep 3 ranks; give a divisor of 4",
         ),
         (["--ep", "2", "--seq", "65"], "max_position_embeddings=64"),
         (["--ep", "2", "--text", "/nowhere"], "cannot be read"),
         (["--ep", "2", "--model", "nothing"], "neither a preset"),
-        (["--ep", "2", "--slots", "-1"], "slots=-1 must be an integer >= 0"),
-        (["--ep", "2", "--capacity", "0"], "capacity=0.0 must be a finite number above 0"),
+        (["--ep", "2", "--slots", "-1"], "--slots -1 must be an integer >= 0"),
+        (["--ep", "2", "--capacity", "0"], "--capacity 0.0 must be a finite number above 0"),
         (["--ep", "2", "--policy", "none"], "invalid choice: 'none'"),
     ],
 )

@@ -12,7 +12,7 @@ from lrmoe.commands.run_options import (
     add_run_options,
     quiet_libraries,
     run_settings,
-    say_skipped,
+    say_text,
     stored_config,
 )
 from lrmoe.problems import Problems
@@ -84,7 +84,7 @@ def run(given: dict[str, Any]) -> int:
     from lrmoe.terminal import console, print_table, progress_bar
 
     prepared = prepare_comparison(config, out, resume=resume, overwrite=overwrite)
-    say_skipped(prepared.corpus)
+    say_text(prepared.corpus, train.model)
     with progress_bar(train.model, prepared.total_steps) as steps:
         summary = compare(prepared, progress=steps)
     rows = summary["rows"]

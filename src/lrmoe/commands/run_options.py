@@ -12,6 +12,7 @@ from lrmoe.commands.options import add_fields, number_or_none, path
 from lrmoe.config import LRMoEConfig, Metric, Quota, Remainder, RouterGrad, Save, Selector
 from lrmoe.training.config import POLICIES, SCHEDULES, TrainConfig
 from lrmoe.training.files import check_out_folder, read_json
+from lrmoe.training.presets import BYTE_VOCAB_SIZE, PRESETS, checkpoint_folder, has_tokenizer
 
 # The packages of the extra "train".
 EXTRA = ("transformers", "accelerate", "plotly", "tensorboard", "rich", "numpy")
@@ -93,8 +94,8 @@ def quiet_libraries() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def say_skipped(corpus: dict[str, Any]) -> None:
-    """What a run's text is, and what of it was left out."""
+def say_text(corpus: dict[str, Any], model: str) -> None:
+    """What a run's text is, what of it was left out, and what its tokens are where the model does not say."""
     from lrmoe.terminal import console
 
     reasons = ", ".join(f"{count} {reason}" for reason, count in corpus["skipped"].items())
@@ -104,3 +105,16 @@ def say_skipped(corpus: dict[str, Any]) -> None:
         f"{corpus['validation_tokens']:,} to validate on{skipped}",
         markup=False,
     )
+    say_fallback(model)
+
+
+def say_fallback(model: str) -> None:
+    """That text is taken as bytes, for a model that could be expected to bring a tokenizer and does not."""
+    from lrmoe.terminal import console
+
+    if model not in PRESETS and not has_tokenizer(checkpoint_folder(model)):
+        console.print(
+            f"tokens: {model} brings no tokenizer, so the text is taken as bytes, {BYTE_VOCAB_SIZE} ids; for a model "
+            "that was trained on other tokens save its tokenizer there (tokenizer.save_pretrained)",
+            markup=False,
+        )

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from lrmoe.commands.options import add_fields, integers, need, path, words
-from lrmoe.commands.run_options import EXTRA, quiet_libraries
+from lrmoe.commands.run_options import EXTRA, quiet_libraries, say_fallback
 from lrmoe.config import require_count
 from lrmoe.problems import Problems
 from lrmoe.studies.study_config import NAMES, REGIMES, StudyConfig
@@ -56,6 +56,8 @@ def run(given: dict[str, Any]) -> int:
         raise ValueError(f"--set {field}=... and --{field.replace('_', '-')} say the same; give one")
     given |= more
     console.print(CATALOG[name].question, markup=False)
+    if "model" in given:
+        say_fallback(given["model"])
     with progress_bar(name) as steps:
         result = run_named(name, given, out, store=store, jobs=jobs, watch=steps.expect)
     for table in result.tables:

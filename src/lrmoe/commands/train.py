@@ -14,7 +14,7 @@ from lrmoe.commands.run_options import (
     add_run_options,
     quiet_libraries,
     run_settings,
-    say_skipped,
+    say_text,
     stored_config,
 )
 from lrmoe.problems import Problems
@@ -87,7 +87,7 @@ def _train_rank(world: Any, config: TrainConfig, out: Path, resume: bool, overwr
     prepared = prepare(config, out, resume=resume, overwrite=overwrite, world=world)
     if not world.is_main:
         return 0 if train(prepared)["diverged_at"] is None else 1
-    say_skipped(prepared.loaded.text.describe())
+    say_text(prepared.loaded.text.describe(), config.model)
     with progress_bar(config.model, config.steps) as steps:
         summary = train(prepared, progress=lambda step, record: steps("", step, record))
     ranks = f", {world.size} ranks" if world.size > 1 else ""

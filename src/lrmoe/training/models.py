@@ -68,7 +68,7 @@ def check_length(model: PreTrainedModel, seq: int) -> None:
     """Raises ValueError if the sequences are longer than the model takes."""
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and seq > limit:
-        raise ValueError(f"seq={seq} is longer than the model's max_position_embeddings={limit}; lower seq")
+        raise ValueError(f"seq={seq} is longer than the model's max_position_embeddings={limit}; lower it")
 
 
 def load_weights(folder: Path, *, distributed: Any = None) -> PreTrainedModel:

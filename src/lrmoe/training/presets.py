@@ -98,6 +98,23 @@ def check_model(name: str) -> None:
         checkpoint_folder(name)
 
 
+# Any of these is a tokenizer, which is loaded or told to be broken; without one a text is taken as bytes.
+_TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "spiece.model",
+    "vocab.json",
+    "vocab.txt",
+)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a checkpoint folder brings a tokenizer, whole or not."""
+    return any((folder / name).exists() for name in _TOKENIZER_FILES)
+
+
 def check_experts(name: str, ep: int) -> None:
     """Checks that ranks can share the experts of a model, where its name or its config.json tells how many it has.
 

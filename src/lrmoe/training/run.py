@@ -24,6 +24,7 @@ import lrmoe
 from lrmoe.control import Recalibrator
 from lrmoe.hosts.trainer_callback import engine_of
 from lrmoe.hosts.transformers import RecalibrationCallback, set_balancer
+from lrmoe.problems import Problems
 from lrmoe.training.checkpoints import newest_checkpoint
 from lrmoe.training.config import OUTSIDE, TrainConfig
 from lrmoe.training.documents import read_documents
@@ -92,9 +93,14 @@ def check(config: TrainConfig, out: Path, *, size: int, resume: bool = False, ov
     Raises:
         ValueError: naming what is wrong and the mend.
     """
-    check_ranks(config, size)
-    check_reporters(config)
-    check_out_folder(out, command="train", resume=resume, overwrite=overwrite)
+    problems = Problems()
+    with problems:
+        check_ranks(config, size)
+    with problems:
+        check_reporters(config)
+    with problems:
+        check_out_folder(out, command="train", resume=resume, overwrite=overwrite)
+    problems.tell()
     stored = read_json(out / "config.json") if resume else None
     if stored is not None:
         check_same_settings(stored["train"], config.to_dict(), out)

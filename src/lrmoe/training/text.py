@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lrmoe.training.documents import Documents
-from lrmoe.training.tokenizer import encode
+from lrmoe.training.tokenizer import encode, takes_bytes
 
 _NAMED_SKIPS = 20
 
@@ -24,12 +24,14 @@ _NAMED_SKIPS = 20
 class TokenText:
     """Training and validation tokens, (N,) int32 each; they share no part of the text.
 
-    ``validation_is_training`` marks the memorising set-up, where both are the same tokens by intent.
+    ``tokenizer`` says what a token is; ``validation_is_training`` marks the memorising set-up, where both are the same
+    tokens by intent.
     """
 
     documents: Documents
     train_N: Tensor
     validation_N: Tensor
+    tokenizer: str
     validation_is_training: bool
 
     def describe(self) -> dict[str, Any]:
@@ -46,6 +48,7 @@ class TokenText:
             "bytes": sum(map(len, self.documents.texts)),
             "train_tokens": self.train_N.numel(),
             "validation_tokens": self.validation_N.numel(),
+            "tokenizer": self.tokenizer,
             "validation_is_training": self.validation_is_training,
             "skipped": dict(reasons),
             "first_skipped": named,
@@ -74,10 +77,16 @@ def tokenize(documents: Documents, tokenizer: Any, *, seq: int, memorize_bytes: 
         train_N = encode(tokenizer, _first_bytes(train_texts, memorize_bytes, documents.source))
         if train_N.numel() < seq:
             raise ValueError(
-                f"memorize_bytes={memorize_bytes} gives {train_N.numel()} tokens, one sequence has seq={seq}; raise "
-                "memorize_bytes or lower seq"
+                f"memorize_bytes={memorize_bytes} gives {train_N.numel()} tokens, one sequence has seq={seq}; give "
+                "more bytes or shorter sequences"
             )
-        return TokenText(documents=documents, train_N=train_N, validation_N=train_N, validation_is_training=True)
+        return TokenText(
+            documents=documents,
+            train_N=train_N,
+            validation_N=train_N,
+            tokenizer=_name(tokenizer),
+            validation_is_training=True,
+        )
     train_N, validation_N = encode(tokenizer, train_texts), encode(tokenizer, validation_texts)
     if min(train_N.numel(), validation_N.numel()) < seq:
         whole_N = encode(tokenizer, documents.texts)
@@ -85,11 +94,21 @@ def tokenize(documents: Documents, tokenizer: Any, *, seq: int, memorize_bytes: 
         if total < 2 * seq:
             raise ValueError(
                 f"text={documents.source!r} has {total} tokens; one sequence of seq={seq} to train on and one to "
-                f"validate on need {2 * seq}: give more text or lower seq"
+                f"validate on need {2 * seq}: give more text or shorter sequences"
             )
         cut = total - max(seq, total // 10)
         train_N, validation_N = whole_N[:cut], whole_N[cut:]
-    return TokenText(documents=documents, train_N=train_N, validation_N=validation_N, validation_is_training=False)
+    return TokenText(
+        documents=documents,
+        train_N=train_N,
+        validation_N=validation_N,
+        tokenizer=_name(tokenizer),
+        validation_is_training=False,
+    )
+
+
+def _name(tokenizer: Any) -> str:
+    return f"{'bytes' if takes_bytes(tokenizer) else type(tokenizer).__name__}, {len(tokenizer)} ids"
 
 
 def _first_bytes(texts: list[bytes], limit: int, source: str) -> list[bytes]:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lrmoe.training.presets import has_tokenizer
+
 # The order of ByT5: pad, end of text and unknown come before the 256 bytes.
 _SPECIAL = ("<pad>", "</s>", "<unk>")
 _OFFSET = len(_SPECIAL)
@@ -44,14 +46,15 @@ def _byte_vocabulary() -> dict[str, int]:
 
 
 def load_tokenizer(folder: Path, vocab_size: int) -> Any:
-    """The tokenizer of a checkpoint folder, or the byte tokenizer where the folder has none.
+    """The tokenizer of a checkpoint folder, or the byte tokenizer where the folder has none, which the commands say.
 
     Raises:
         ValueError: if it is broken, or has more ids than the model has embeddings.
     """
     from transformers import AutoTokenizer
 
-    if (folder / "tokenizer_config.json").exists() or (folder / "tokenizer.json").exists():
+    brings = has_tokenizer(folder)
+    if brings:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except Exception as error:  # Whatever a broken file makes a tokenizer library raise.
@@ -60,11 +63,23 @@ def load_tokenizer(folder: Path, vocab_size: int) -> Any:
     else:
         tokenizer = byte_tokenizer()
     if len(tokenizer) > vocab_size:
+        if brings:
+            raise ValueError(
+                f"the tokenizer in model={str(folder)!r} has {len(tokenizer)} ids, its config.json only "
+                f"vocab_size={vocab_size}: it is of another model; put the tokenizer there that this one was trained "
+                "with"
+            )
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} ids, the model only vocab_size={vocab_size}; put the model's own "
-            f"tokenizer into model={str(folder)!r}"
+            f"model={str(folder)!r} brings no tokenizer, and text taken as bytes has {len(tokenizer)} ids, which are "
+            f"more than the vocab_size={vocab_size} of its config.json: save its own tokenizer there "
+            f"(tokenizer.save_pretrained), or make the model with a vocab_size of {len(tokenizer)} or more"
         )
     return tokenizer
+
+
+def takes_bytes(tokenizer: Any) -> bool:
+    """Whether it is the byte tokenizer, built here or read back from a checkpoint."""
+    return bool(tokenizer.get_vocab() == _byte_vocabulary())
 
 
 def encode(tokenizer: Any, documents: list[bytes]) -> Tensor:
@@ -75,7 +90,7 @@ def encode(tokenizer: Any, documents: list[bytes]) -> Tensor:
     separator = torch.tensor(
         [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id], dtype=torch.int32, device="cpu"
     )
-    is_bytes = tokenizer.get_vocab() == _byte_vocabulary()
+    is_bytes = takes_bytes(tokenizer)
     parts: list[Tensor] = []
     for document in documents:
         if is_bytes:
