@@ -102,7 +102,7 @@ def test_without_transformers_the_installation_is_checked(monkeypatch: pytest.Mo
         *(f"grouped GEMM, {dtype}" for dtype in ("float32", "bfloat16", "float16")),
         *(f"operator against the loop, {selector}" for selector in ("topq", "pps", "random", "auto")),
     ]
-    with pytest.raises(ValueError, match="model='qwen3-moe-tiny' needs Transformers: install \"lrmoe"):
+    with pytest.raises(ValueError, match="model='qwen3-moe-tiny' needs Transformers: in a clone of LRMoE, pip"):
         diagnose("qwen3-moe-tiny")
 
 

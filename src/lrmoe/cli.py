@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
 from types import ModuleType
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A name or a sign that the terminal cannot show must not end a run that has done its work.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    # Torch says so of a wheel beside which there is no NumPy. What needs NumPy here says it by itself.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     try:
         try:
             return _main(argv)

@@ -20,7 +20,14 @@ from rich.progress import (
 )
 from rich.table import Table
 
-console = Console(highlight=False, soft_wrap=True)
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # Rich would end the process with 1, which is that of a fault; who reads no more is met as everywhere.
+        raise BrokenPipeError
+
+
+console = _Console(highlight=False, soft_wrap=True)
 
 
 # Seconds after which a log, in which nothing was said meanwhile, gets a line.

@@ -63,7 +63,7 @@ def test_few_tiny_validation_files_fall_back_to_the_last_tenth(tmp_path: Path) -
 def test_text_shorter_than_two_sequences_names_the_lengths(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("x" * 100)
-    with pytest.raises(ValueError, match=r"has 100 tokens.*seq=64.*need 128.*lower seq"):
+    with pytest.raises(ValueError, match=r"has 100 tokens.*seq=64.*need 128.*shorter sequences"):
         tokenize(read_documents(path), byte_tokenizer(), seq=64)
 
 

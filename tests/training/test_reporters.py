@@ -281,7 +281,7 @@ def test_bad_report_to_says_what_it_may_be(given: object, message: str) -> None:
 def test_command_line_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--out", str(tmp_path / "run"), "--report-to", "tensorboard,mlflow"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("lrmoe train: error: report_to='tensorboard,mlflow': 'mlflow' is not known here")
+    assert error.startswith("lrmoe train: error: --report-to tensorboard,mlflow: 'mlflow' is not known here")
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from lrmoe.balance.shapes import SHAPES, WORKLOADS
 from lrmoe.commands.options import add_fields, add_out, need, only_of
 from lrmoe.config import Quota
+from lrmoe.problems import Problems
 from lrmoe.studies.balance_config import BalanceConfig
 from lrmoe.studies.replay_config import ReplayConfig
 from lrmoe.studies.sources import check_files
 from lrmoe.training.files import check_free
 
+Config = TypeVar("Config", BalanceConfig, ReplayConfig)
 ALIASES = {"num_ranks": "ranks", "num_experts": "experts"}
 
 
@@ -33,13 +35,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(given: dict[str, Any]) -> int:
     """The verb."""
     out, overwrite = given.pop("out", None), given.pop("overwrite", False)
-    if out is not None:
-        check_free(out, overwrite=overwrite)
     if "trace" in given or "workload" in given:
         return _replay(given, out, overwrite)
     only_of("--trace or --workload", given, BalanceConfig)
-    config = BalanceConfig(**given)
-    check_files(loads=config.loads)
+    config = _checked(BalanceConfig, given, out, overwrite)
     need("rich", *(["plotly"] if out is not None else []))
     from lrmoe.studies.balance_run import HEADINGS, NOTE, balance, break_even_rows, cells
     from lrmoe.terminal import console, print_table
@@ -58,8 +57,7 @@ def run(given: dict[str, Any]) -> int:
 
 def _replay(given: dict[str, Any], out: Path | None, overwrite: bool) -> int:
     only_of("--loads, --shape or --skew alone", given, ReplayConfig)
-    config = ReplayConfig(**given)
-    check_files(trace=config.trace)
+    config = _checked(ReplayConfig, given, out, overwrite)
     need("rich", "numpy", *(["plotly"] if out is not None else []))
     from lrmoe.studies.replay_run import HEADINGS, NOTE, cells, describe, run_replay
     from lrmoe.terminal import console, print_table
@@ -78,3 +76,17 @@ def _replay(given: dict[str, Any], out: Path | None, overwrite: bool) -> int:
     if out is not None:
         console.print(f"report: {out / 'report.html'}", markup=False)
     return 0
+
+
+def _checked(kind: type[Config], given: dict[str, Any], out: Path | None, overwrite: bool) -> Config:
+    """The config; ValueError with all that can be told to be wrong before torch is imported."""
+    problems = Problems()
+    with problems:
+        config = kind(**given)
+    with problems:
+        check_files(loads=given.get("loads"), trace=given.get("trace"))
+    with problems:
+        if out is not None:
+            check_free(out, overwrite=overwrite)
+    problems.tell()
+    return config

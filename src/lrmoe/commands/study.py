@@ -79,13 +79,13 @@ def _check(name: str, jobs: int, given: Mapping[str, Any]) -> None:
     with problems:
         require_count("jobs", jobs, least=1)
     plain = {field.name for field in fields(StudyConfig)}
-    with problems:
-        # The other has sizes of its own, which are checked with what --set says.
-        if name != "time_to_loss":
+    if name != "time_to_loss":
+        # That one has sizes and a model of its own, which are checked with what --set says.
+        with problems:
             StudyConfig(**{field: value for field, value in given.items() if field in plain})
-    with problems:
-        if "model" in given:
-            check_model(given["model"])
+        with problems:
+            if "model" in given:
+                check_model(given["model"])
     for field in ("text", "fine_tune_text"):
         with problems:
             if field in given:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lrmoe.cluster import Elementwise, Hardware, ModelShape, hardware, model
 from lrmoe.config import require_count, require_number
@@ -14,6 +15,7 @@ from lrmoe.training.config import described
 if TYPE_CHECKING:
     from lrmoe.studies.routing import Routing
 
+Config = TypeVar("Config", bound="PaperConfig")
 GIB = 2**30
 ELEMENTWISE: tuple[Elementwise, ...] = ("plain", "fused")
 
@@ -70,16 +72,6 @@ class PaperConfig:
         """What its ranks are; ValueError where it is neither a preset nor a file of one."""
         return hardware(self.hardware)
 
-    def check_names(self) -> None:
-        """Checks what is named here, as far as it can be told without a look at the loads.
-
-        Raises:
-            ValueError: naming the field, the value and what it may be.
-        """
-        self.shape()
-        self.machine()
-        check_files(trace=self.trace, loads=self.loads)
-
     def budget(self, machine: Hardware) -> float:
         """Bytes that a rank of the machine may use."""
         return machine.memory_bytes if self.budget_gib is None else self.budget_gib * GIB
@@ -103,6 +95,29 @@ class PaperConfig:
             draws=self.draws,
             steps=steps,
         )
+
+
+def read_settings(kind: type[Config], given: Mapping[str, Any]) -> Config:
+    """A config, with what it names checked as far as it can be told without a look at the loads.
+
+    Args:
+        kind: of the config.
+        given: its fields that are not left at their defaults.
+
+    Raises:
+        ValueError: naming the fields, their values and what they may be.
+    """
+    problems = Problems()
+    with problems:
+        config = kind(**given)
+    for field, look in (("model", model), ("hardware", hardware)):
+        with problems:
+            if field in given:
+                look(given[field])
+    with problems:
+        check_files(trace=given.get("trace"), loads=given.get("loads"))
+    problems.tell()
+    return config
 
 
 # Settings that both verbs have too, each in its own place among those that only one of them has.
