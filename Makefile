@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 		{ echo "LRMoE needs Python 3.10 or newer: make PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -m venv .venv || \
 		{ echo "python3 has no venv module: install it (Debian and Ubuntu: python3-venv)" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[dev]" -c constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e ".[train,dev]" -c constraints.txt
 	@touch $(READY)
 
 demo: $(READY)

@@ -148,11 +148,11 @@ def test_a_reason_in_the_middle_of_a_run_says_where() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("best", "policies: 'best' is not known; choose of fixed, ultraep"),
-        ("symi:slot=3", "policies: 'symi' has no option 'slot=3'; its options are slots"),
-        ("symi:slots", "policies: 'symi' has no option 'slots'"),
-        ("symi:slots=many", "policies: symi:slots=many is no number"),
-        ("", "policies: '' is not known"),
+        ("best", "policies='best': 'best' is not known; choose of fixed, ultraep"),
+        ("symi:slot=3", "policies='symi:slot=3': 'symi' has no option 'slot=3'; its options are slots"),
+        ("symi:slots", "policies='symi:slots': 'symi' has no option 'slots'"),
+        ("symi:slots=many", "policies='symi:slots=many': symi:slots=many is no number"),
+        ("", "policies='': '' is not known"),
     ],
 )
 def test_policies_that_do_not_exist_are_refused(text: str, message: str) -> None:
@@ -248,7 +248,7 @@ def test_the_command_writes_a_folder_that_report_writes_again(
         (["--workload", "burst", "--skew", "2"], "--skew 2.0 is of the workload 'zipf'"),
         (["--workload", "bursts"], "argument --workload: invalid choice: 'bursts'"),
         (["--workload", "zipf", "--skew", "99"], "--skew 99.0 must be between 1 and the number of ranks, 8"),
-        (["--workload", "burst", "--policies", "best"], "policies: 'best' is not known"),
+        (["--workload", "burst", "--policies", "best"], "--policies best: 'best' is not known"),
         (["--workload", "burst", "--drop", "1"], "--drop 1.0 must be in [0, 1)"),
         (["--workload", "burst", "--steps", "0"], "--steps 0 must be an integer >= 1"),
         (["--workload", "burst", "--dim", "0"], "--dim 0 must be a finite number above 0"),

@@ -198,7 +198,7 @@ def under_pressure(
     for choice in choices:
         if choice.name == "lrmoe" and (unused := sorted(set(choice.options) - {"slots"})):
             raise ValueError(
-                f"policies: lrmoe:{unused[0]} has no effect here: costs and capacity follow from the bytes"
+                f"policies={choice.label!r}: {unused[0]} has no effect here: costs and capacity follow from the bytes"
             )
     records = []
     for choice in choices:

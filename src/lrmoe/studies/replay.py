@@ -58,17 +58,19 @@ def parse_choices(text: str | None) -> list[Choice]:
     for part in text.split(","):
         name, *options = part.strip().split(":")
         if name not in SYSTEMS:
-            raise ValueError(f"policies: {name!r} is not known; choose of {', '.join(SYSTEMS)}")
+            raise ValueError(f"policies={text!r}: {name!r} is not known; choose of {', '.join(SYSTEMS)}")
         known = list(inspect.signature(type(get(name))).parameters)
         chosen = {}
         for option in options:
             key, equals, value = option.partition("=")
             if not equals or key not in known:
-                raise ValueError(f"policies: {name!r} has no option {option!r}; its options are {', '.join(known)}")
+                raise ValueError(
+                    f"policies={text!r}: {name!r} has no option {option!r}; its options are {', '.join(known)}"
+                )
             try:
                 chosen[key] = json.loads(value)
             except ValueError:
-                raise ValueError(f"policies: {name}:{option} is no number, true, false or null") from None
+                raise ValueError(f"policies={text!r}: {name}:{option} is no number, true, false or null") from None
         choice = Choice(name=name, options=chosen)
         if choice not in choices:
             choices.append(choice)
