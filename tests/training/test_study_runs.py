@@ -275,7 +275,7 @@ def test_tables_are_written_as_they_read() -> None:
         ({"regimes": ("moon",)}, "moon"),
         ({"regimes": ("scratch", "scratch")}, "regimes="),
         ({"seeds": (1, 1)}, "seeds"),
-        ({"seeds": (0, -1)}, "--seeds -1 must"),
+        ({"seeds": (0, -1)}, "seeds=-1"),
         ({"seeds": (0, 2**32)}, "seeds=4294967296"),
         ({"seeds": (0, 1.5)}, "seeds=1.5"),
         ({"lr": 0}, "lr=0"),

@@ -56,7 +56,7 @@ def run(given: dict[str, Any]) -> int:
         raise ValueError(f"--set {field}=... and --{field.replace('_', '-')} say the same; give one")
     given |= more
     console.print(CATALOG[name].question, markup=False)
-    if "model" in given:
+    if "model" in given and "model" in CATALOG[name].settings:
         say_fallback(given["model"])
     with progress_bar(name) as steps:
         result = run_named(name, given, out, store=store, jobs=jobs, watch=steps.expect)
