@@ -10,10 +10,10 @@ rows and replicas are counted.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from lrmoe import strict_json
 from lrmoe.studies.loads import read_loads, skewed_loads
 from lrmoe.studies.skew import BELOW_MEAN, HEADINGS, argue, cells
 
@@ -44,7 +44,7 @@ def main() -> None:
             print(policy["reason"])
     if arguments.out:
         command = " ".join(["python benchmarks/balance.py", *sys.argv[1:]])
-        text = json.dumps({"command": command, "records": records}, indent=1)
+        text = strict_json.dumps({"command": command, "records": records}, indent=1)
         arguments.out.write_text(text + "\n", encoding="utf-8")
 
 

@@ -12,7 +12,6 @@ with the predicted one.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import sys
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lrmoe
+from lrmoe import strict_json
 from lrmoe.balance import get
 from lrmoe.cluster import (
     FP32,
@@ -358,7 +358,7 @@ def main() -> None:
             "same_order": agrees,
         }
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(strict_json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

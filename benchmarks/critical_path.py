@@ -10,7 +10,6 @@ experts' popularity falls as a power of their number, which puts the hottest on 
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from two_ranks import CONTENDERS
 
 import lrmoe
+from lrmoe import strict_json
 from lrmoe.balance import get
 from lrmoe.parallel import ExpertParallel
 from lrmoe.parallel.clock import PhaseClock
@@ -125,7 +125,7 @@ def main() -> None:
             "torch": torch.__version__,
             "rows": rows,
         }
-        args.out.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(strict_json.dumps(about, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ experts evenly. The dense bound is the same number of multiplications as a few l
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
@@ -27,6 +26,7 @@ from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import lrmoe
+from lrmoe import strict_json
 
 BOOKKEEPING = ("lrmoe::select", "lrmoe::index")
 
@@ -200,7 +200,7 @@ def main() -> None:
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         }
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(about | result, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(strict_json.dumps(about | result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

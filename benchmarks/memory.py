@@ -9,7 +9,6 @@ allocator's own events. The figures are the same on every run.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from layer import Inputs, Shape, lrmoe_experts, make_inputs, transformers_expert
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from lrmoe import strict_json
 from lrmoe.training.memory import measure_saved_bytes
 
 
@@ -87,7 +87,7 @@ def main() -> None:
         about = {"command": "python benchmarks/memory.py " + " ".join(sys.argv[1:]), "dtype": args.dtype}
         result = about | {"shape": vars(shape), "torch": torch.__version__, "rows": rows}
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(strict_json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

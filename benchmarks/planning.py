@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
 import platform
 import statistics
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lrmoe import strict_json
 from lrmoe.balance import get
 from lrmoe.balance.ownership import HistoryPolicy
 from lrmoe.studies.loads import skew_of
@@ -124,7 +124,7 @@ def main() -> None:
                     flush=True,
                 )
     if arguments.out:
-        text = json.dumps(
+        text = strict_json.dumps(
             {
                 "command": " ".join(["python benchmarks/planning.py", *sys.argv[1:]]),
                 "python": platform.python_version(),

@@ -8,13 +8,13 @@ Rows and bytes are counted and planning is timed; all other times are modelled (
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lrmoe import strict_json
 from lrmoe.balance.shapes import SHAPES
 from lrmoe.studies.replay_config import ReplayConfig
 from lrmoe.studies.replay_run import describe, run_replay, short_cell
@@ -49,8 +49,8 @@ def main() -> None:
     # One record a line.
     parts = []
     for name, summary in found.items():
-        lines = ",\n".join(json.dumps(record) for record in summary.pop("policies"))
-        parts.append(f'{json.dumps(name)}: {json.dumps(summary)[:-1]},\n"policies": [\n{lines}\n]}}')
+        lines = ",\n".join(strict_json.dumps(record) for record in summary.pop("policies"))
+        parts.append(f'{strict_json.dumps(name)}: {strict_json.dumps(summary)[:-1]},\n"policies": [\n{lines}\n]}}')
     joined = ",\n".join(parts)
     arguments.out.write_text(f"{{\n{joined}\n}}\n", encoding="utf-8")
     print(f"\npython benchmarks/replay.py {' '.join(sys.argv[1:])}")

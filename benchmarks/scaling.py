@@ -10,7 +10,6 @@ i-th expert falls as i to the minus a half, in drawn order.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lrmoe import strict_json
 from lrmoe.balance import get
 from lrmoe.cluster import Hardware, ModelShape, hardware, layer_time, measure_planning, metadata, model
 from lrmoe.cluster.scale import skewed_loads
@@ -115,7 +115,9 @@ def main() -> int:
     if given.out is not None:
         command = f"python benchmarks/scaling.py --out {given.out.as_posix()}"
         about = {"command": command, "torch": torch.__version__, "model": asdict(shape), "hardware": asdict(machine)}
-        given.out.write_text(json.dumps({**about, "tokens": TOKENS, "power": POWER, "rows": rows}, indent=1) + "\n")
+        given.out.write_text(
+            strict_json.dumps({**about, "tokens": TOKENS, "power": POWER, "rows": rows}, indent=1) + "\n"
+        )
     return 0
 
 

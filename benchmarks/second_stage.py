@@ -13,7 +13,6 @@ N rows sorted by expert, E experts, D model width, F expert width.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from lrmoe import strict_json
 from lrmoe.experts import activations
 from lrmoe.ops.grouped_mm import grouped_mm, grouped_wgrad
 from lrmoe.ops.permute import sort_by_expert
@@ -392,7 +392,7 @@ def main() -> None:
             print(f"seed {seed} step {row['step']} drop {row['rate']:.1f} {row['way']:38s} {numbers}", flush=True)
     found = result(rows, arguments, time.process_time() - start)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
+    arguments.out.write_text(strict_json.dumps(found.to_dict(), indent=1) + "\n")
 
 
 if __name__ == "__main__":

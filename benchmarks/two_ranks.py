@@ -12,7 +12,6 @@ the slower of them is done; medians over rounds, ratios of medians of the same r
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import platform
 import statistics
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lrmoe
+from lrmoe import strict_json
 from lrmoe.balance import get
 from lrmoe.parallel import ExpertParallel
 from lrmoe.parallel.collectives import all_reduce, barrier
@@ -169,7 +169,7 @@ def main() -> None:
             "cpu": platform.processor() or platform.machine(),
             "rows": rows,
         }
-        args.out.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        args.out.write_text(strict_json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from lrmoe import strict_json
+
 WIDTH, MARGIN, ROW, HEAD = 960, 28, 34, 36
 LOSS, TIME = (172, 640), (668, 920)  # left and right edge of the two plots; the names stand left of them
 INK, MUTED, GRID, BAND, LINE = "#1c2430", "#525c6b", "#e4e8ee", "#eceff4", "#d5dae2"
@@ -67,7 +69,7 @@ def read_group(path: Path, label: str, loss: str) -> Group:
         ValueError: if the file is missing, malformed, or has a variant whose name does not tell its drop.
     """
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = strict_json.loads(path.read_text(encoding="utf-8"))
         rows = {row["variant"]: row for row in summary["rows"]}
         base = rows.pop(summary["baseline"])
         spread = base[f"{loss}_spread"]

@@ -8,9 +8,9 @@ that the studies themselves drew from them, and nothing else.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from lrmoe import strict_json
 from lrmoe.report.study_page import study_of
 from lrmoe.studies.results import StudyResult, markdown
 from lrmoe.studies.study_config import NAMES
@@ -36,7 +36,7 @@ def file(name: str) -> Path:
 
 def read(name: str) -> StudyResult:
     """A study's records."""
-    return study_of(json.loads(file(name).read_text()))
+    return study_of(strict_json.loads(file(name).read_text()))
 
 
 def _section(result: StudyResult, name: str) -> str:

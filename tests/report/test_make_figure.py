@@ -63,10 +63,13 @@ def test_several_files_are_several_groups(figure: ModuleType, tmp_path: Path) ->
     assert len([text for text in texts(out) if text == "pps 20 %"]) == 2
 
 
-def test_a_diverged_seed_and_a_missing_time_are_said(figure: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize("not_finite", [float("nan"), "NaN"])
+def test_a_diverged_seed_and_a_missing_time_are_said(
+    figure: ModuleType, tmp_path: Path, not_finite: float | str
+) -> None:
     summary = compare_run(tmp_path / "run") / "summary.json"
     told = json.loads(summary.read_text())
-    told["rows"][2]["eval_loss_differences"][1] = float("nan")
+    told["rows"][2]["eval_loss_differences"][1] = not_finite
     told["rows"][1]["backward_ratio"] = None
     summary.write_text(json.dumps(told))
     out = tmp_path / "o.svg"

@@ -95,9 +95,10 @@ class Meter:
         self.backwards = 0
         self.forward_seconds = 0.0
         self.backward_seconds = 0.0
-        # Pairs routed and kept; the sums of R, of kept R and of V*, and how many backwards these leave out.
+        # Pairs routed and kept; the sums of R, of kept R and of V*, and of how many backwards they are.
         self._pairs_2E: Tensor | None = None
-        self._sums_4: Tensor | None = None
+        self._sums_3: Tensor | None = None
+        self._summed: Tensor | None = None
 
     def add(self, stats: BackwardStats, *, routed_E: Tensor | None = None) -> None:
         """Adds one backward; ``routed_E`` its loads where ``stats`` covers only this rank's part of them."""
@@ -110,7 +111,8 @@ class Meter:
         sums_3 = torch.where(finite, sums_3, 0.0)
         if self.watched:
             self._untaken_sums_3 = _plus(self._untaken_sums_3, sums_3)
-        self._sums_4 = _plus(self._sums_4, torch.cat([sums_3, (~finite).to(sums_3.dtype).unsqueeze(0)]))
+        self._sums_3 = _plus(self._sums_3, sums_3)
+        self._summed = _plus(self._summed, finite.to(torch.int64))
         self._pairs_2E = _plus(self._pairs_2E, torch.stack([stats.load_E, stats.kept_E]))
 
     @property
@@ -139,17 +141,17 @@ class Meter:
     def totals(self) -> dict[str, Any] | None:
         """Sums as plain numbers and lists, all finite, or None if no backward ran; synchronises with the device. What
         :func:`shares` takes, and what adds up over ranks."""
-        if self._sums_4 is None or self._pairs_2E is None:
+        if self._sums_3 is None or self._summed is None or self._pairs_2E is None:
             return None
         load, kept = self._pairs_2E.tolist()
-        importance_total, importance_kept, variance, nonfinite = self._sums_4.tolist()
+        importance_total, importance_kept, variance = self._sums_3.tolist()
         return {
             "load": load,
             "kept": kept,
             "importance_total": importance_total,
             "importance_kept": importance_kept,
             "variance": variance,
-            NONFINITE: int(nonfinite),
+            NONFINITE: self.backwards - int(self._summed),
             "backwards": self.backwards,
             "forward_seconds": self.forward_seconds,
             "backward_seconds": self.backward_seconds,
