@@ -42,8 +42,7 @@ test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 test-portable: $(READY)
-	$(BIN)/python -m pytest $(NUMERIC) --round-by-shape
-	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(NUMERIC)
+	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(NUMERIC) --round-by-shape
 	MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/python -m pytest $(NUMERIC)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(NUMERIC) --threads 2
 
