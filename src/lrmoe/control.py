@@ -13,6 +13,7 @@ from torch import nn
 from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.experts.meter import NONFINITE, SECONDS, SHARES, mean_over_layers, shares
+from lrmoe.experts.validation import check_not_transformed
 from lrmoe.guarding import Guard, as_sums
 from lrmoe.hosting import Host as Host
 from lrmoe.hosting import HostedLayers
@@ -294,6 +295,8 @@ class Recalibrator:
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (model.training and torch.is_grad_enabled()):
             return
+        # Before a transform has got hold of the position.
+        check_not_transformed(f"layer {next(iter(self.layers)) or 'of this model'}")
         if self._config.final_dense_steps and self.clock.config.total_steps is None:
             drop_at(self._config, self.clock.step)  # Raises, saying what is missing.
         self.clock.position_3[2].add_(1)

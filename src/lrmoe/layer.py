@@ -16,6 +16,7 @@ from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.experts import activations
 from lrmoe.experts.layer_control import Clock, LayerControl, exact_control
 from lrmoe.experts.operator import controlled_experts
+from lrmoe.experts.validation import check_not_transformed
 from lrmoe.routing import Gate, TopKRouter, require_token_mask
 
 if TYPE_CHECKING:
@@ -171,6 +172,7 @@ class MoE(nn.Module):
             raise ValueError(f"x has dtype {x.dtype}; it must be a floating dtype")
         if token_mask is not None:
             require_token_mask(token_mask, x.shape[:-1])
+        check_not_transformed(f"layer {self.control.name or 'of this model'}", batches=True)
         x_TD = x.reshape(-1, self.dim)
         token_mask_T = None if token_mask is None else token_mask.reshape(-1)
         if token_mask is None and self.training and torch.is_grad_enabled():

@@ -205,3 +205,57 @@ def assert_told(told: list[list[tuple[str, str, float]]], ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_l7_ranks_in_different_calls_are_told_who_is_where(ranks: int) -> None:
     assert_told(run_world(ranks, go_astray, 1), ranks)
+
+
+def differentiate_oddly(group: dist.ProcessGroup) -> list[str]:
+    """What each way says, of the loss alone and of a loss whose gradient has a graph of its own."""
+    run = Trained(group)
+    weights = list(run.model.parameters())
+    told = []
+    for wanted_from in (weights, [run.x_TD.requires_grad_()]):
+        gradients = torch.autograd.grad(run.forward(), weights, create_graph=True)
+        try:
+            torch.autograd.grad(sum(one.square().sum() for one in gradients), wanted_from, allow_unused=True)
+        except RuntimeError as error:
+            told.append(str(error))
+    run.x_TD.requires_grad_(False)
+    # create_graph alone changes no gradient.
+    run.recal.set_step(1)
+    wanted = torch.autograd.grad(run.forward(), weights)
+    run.recal.set_step(1)
+    found = torch.autograd.grad(run.forward(), weights, create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    parameters = {name: one.detach() for name, one in run.model.named_parameters()}
+
+    def loss(own: dict[str, Tensor]) -> Tensor:
+        out: Tensor = torch.func.functional_call(run.model, own, (run.x_TD,)).sum()
+        return out
+
+    for attempt in (
+        lambda: torch.func.grad(loss)(parameters),
+        lambda: torch.func.jvp(loss, (parameters,), (parameters,)),
+        lambda: torch.func.grad(
+            lambda x_TD: run.ep.routed_experts(
+                x_TD, torch.zeros(12, 2, dtype=torch.int64), torch.ones(12, 2), *list(run.model[0].experts.parameters())
+            ).sum()
+        )(run.x_TD),
+    ):
+        try:
+            attempt()
+        except RuntimeError as error:
+            told.append(str(error))
+    run.train()
+    return told
+
+
+def test_l6_a_second_derivative_over_ranks_is_refused_as_on_one_process() -> None:
+    once = "routed_experts can be differentiated once"
+    transformed = "layer 0 cannot run under torch.func"
+    for told in run_world(2, differentiate_oddly):
+        assert [text.split(":")[0].split(" (")[0] for text in told] == [
+            once,
+            once,
+            transformed,
+            transformed,
+            "ExpertParallel.routed_experts cannot run under torch.func",
+        ]

@@ -30,7 +30,14 @@ from lrmoe.experts.backward import Saved, backward_pass
 from lrmoe.experts.compacted import Bank, Needs, Recipe, forward_rows
 from lrmoe.experts.layer_control import LayerControl
 from lrmoe.experts.meter import Meter, Stopwatch
-from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode, check_same_routing
+from lrmoe.experts.validation import (
+    ONCE,
+    check_arguments,
+    check_ids,
+    check_not_forward_mode,
+    check_not_transformed,
+    check_same_routing,
+)
 from lrmoe.ops.autocast import without_autocast
 from lrmoe.ops.permute import count_per_expert, sort_by_expert, weighted_combine
 from lrmoe.recalibration import draws
@@ -81,7 +88,8 @@ def routed_experts(
 
     Raises:
         ValueError: naming the argument, its value and the mend, for shapes that do not fit and ids out of range.
-        RuntimeError: under forward-mode differentiation, and where the gradient is itself differentiated.
+        RuntimeError: under forward-mode differentiation and ``torch.func.grad`` or ``vjp``, and where the gradient is
+            itself differentiated.
     """
     step, layer, microbatch = (
         require_count(name, value) for name, value in (("step", step), ("layer", layer), ("microbatch", microbatch))
@@ -115,6 +123,7 @@ def controlled_experts(
 
     The mask is the caller's: whether ``control.token_mask_T`` describes these tokens, only the layer knows.
     """
+    check_not_transformed(f"layer {control.name or 'of this model'}")
     return _experts(
         (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
         control.clock.position_3,
@@ -137,6 +146,7 @@ def _experts(
     dtype = product_dtype(x_TD, gate_up_proj, activation)
     trainable = (x_TD, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias)
     check_not_forward_mode(*trainable)
+    check_not_transformed("routed_experts", forward_mode=False)
     out_TD: Tensor = torch.ops.lrmoe.routed_experts(
         x_TD.to(dtype),
         topk_ids_TK.to(torch.int64),
@@ -399,10 +409,7 @@ def _differentiate(ctx: Any, grad_TD: Tensor | None, *_: Tensor | None) -> tuple
 
 
 def _differentiate_twice(ctx: Any, *_: Tensor | None) -> None:
-    raise RuntimeError(
-        "routed_experts can be differentiated once: routed_experts_backward has no derivative of its own, as "
-        "create_graph=True, gradient penalties and Hessians need it"
-    )
+    raise RuntimeError(ONCE)
 
 
 # The differentiable inputs of the forward operator and their places in its signature.

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
 from torch.autograd.forward_ad import unpack_dual
 
+# A second derivative, of the operator on one process and over ranks.
+ONCE = (
+    "routed_experts can be differentiated once: routed_experts_backward has no derivative of its own, as "
+    "create_graph=True, gradient penalties and Hessians need it"
+)
 _PRODUCTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -89,6 +95,32 @@ def check_not_forward_mode(*tensors: Tensor | None) -> None:
         raise RuntimeError(
             "routed_experts has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad); "
             "differentiate in reverse: tensor.backward() or torch.autograd.grad"
+        )
+
+
+def check_not_transformed(what: str, *, forward_mode: bool = True, batches: bool = False) -> None:
+    """No transform of ``torch.func`` is about to differentiate: it cannot follow a custom backward, and would say so of
+    a function that the user has never heard of.
+
+    Args:
+        what: the layer, for the message.
+        forward_mode: refuse ``torch.func.jvp`` as well; not where :func:`check_not_forward_mode` looks for tangents.
+        batches: refuse ``torch.func.vmap`` and ``functionalize`` as well.
+
+    Raises:
+        RuntimeError: if one is.
+    """
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    kinds = {one.key() for one in torch._C._functorch.get_interpreter_stack() or ()}
+    refused = {TransformType.Grad, TransformType.Jvp} if forward_mode else {TransformType.Grad}
+    if batches or (torch.is_grad_enabled() and kinds & refused):
+        raise RuntimeError(
+            f"{what} cannot run under torch.func (grad, vjp, jacrev, jvp, vmap of them): what its backward computes "
+            "is decided when gradients arrive, which these transforms do not wait for. Differentiate with "
+            "tensor.backward() or torch.autograd.grad, also through torch.func.functional_call; for many gradients of "
+            "one forward, torch.autograd.grad(..., is_grads_batched=True). Or call the recalibrator's detach() first, "
+            "where the model has experts of its own"
         )
 
 

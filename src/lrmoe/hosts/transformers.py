@@ -42,7 +42,7 @@ _LOCKED = ("deepgemm_megamoe",)
 
 
 # Of models that are not attached, and of those in evaluation mode.
-_EXACT = exact_control("not attached")
+_EXACT = exact_control("in evaluation or not attached")
 
 
 def lrmoe_experts_forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

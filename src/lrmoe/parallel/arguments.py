@@ -14,7 +14,7 @@ from lrmoe.config import require_count
 from lrmoe.experts import activations
 from lrmoe.experts.compacted import Bank
 from lrmoe.experts.operator import product_dtype
-from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode
+from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode, check_not_transformed
 from lrmoe.parallel.weight_store import WeightStore
 
 
@@ -74,6 +74,7 @@ def check_call(
     dtype = product_dtype(tensors.x_TD, tensors.gate_up_proj, activation)
     activations.get(activation)
     check_not_forward_mode(*tensors.trainable)
+    check_not_transformed("ExpertParallel.routed_experts", forward_mode=False)
     return dtype, torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors.trainable)
 
 

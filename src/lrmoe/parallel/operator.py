@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lrmoe.experts.compacted import Bank, Needs, forward_rows
 from lrmoe.experts.meter import Stopwatch
-from lrmoe.experts.validation import check_same_routing
+from lrmoe.experts.validation import ONCE, check_same_routing
 from lrmoe.ops.autocast import without_autocast
 from lrmoe.ops.permute import weighted_combine
 from lrmoe.parallel.backward import DistributedBackward
@@ -34,7 +33,10 @@ from lrmoe.parallel.transport import AllToAllTransport
 
 
 class RoutedExperts(torch.autograd.Function):
-    """(x_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T, call) -> out_TD."""
+    """(x_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T, call, path_0D) -> out_TD.
+
+    ``path_0D``: no row of ``x_TD``, whose graph is kept with the rest where ``x_TD`` itself is not.
+    """
 
     @staticmethod
     def forward(
@@ -47,6 +49,7 @@ class RoutedExperts(torch.autograd.Function):
         down_bias: Tensor | None,
         token_mask_T: Tensor | None,
         call: Call,
+        path_0D: Tensor,
     ) -> Tensor:
         owned = Bank(gate_up_proj, down_proj, gate_up_bias, down_bias)
         on_cpu = x_TD.device.type == "cpu"
@@ -58,19 +61,30 @@ class RoutedExperts(torch.autograd.Function):
         if call.train:
             ctx.save_for_backward(
                 x_RD, own_out_TD, y_LD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
-                *h_parts, phi_sq_R, means_SX, call.layout.pair_L, call.fingerprint,
+                *h_parts, phi_sq_R, means_SX, call.layout.pair_L, call.fingerprint, path_0D,
             )  # fmt: skip
         ctx.set_materialize_grads(False)
         return out_TD
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = RoutedExperts._backward(ctx, grad_TD, saved)
+        if not torch.is_grad_enabled():
+            return gradients
+        # Somebody wants their graph: it leads to an error, wherever it is entered from.
+        alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias = saved[3:8]
+        inputs = (grad_TD, saved[-1], alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias)
+        return _DifferentiatedOnce.apply(len(gradients), *gradients, *inputs)  # type: ignore[no-untyped-call,no-any-return]
+
+    @staticmethod
+    def _backward(ctx: Any, grad_TD: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         (
             x_RD, own_out_TD, y_LD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
-            h_first, h_second, phi_sq_R, means_SX, pair_L, fingerprint,
-        ) = ctx.saved_tensors  # fmt: skip
+            h_first, h_second, phi_sq_R, means_SX, pair_L, fingerprint, _,
+        ) = saved  # fmt: skip
         check_same_routing(fingerprint, call.fingerprint)
         if grad_TD is None:
             # Other ranks wait for this one's rows.
@@ -91,7 +105,19 @@ class RoutedExperts(torch.autograd.Function):
         )
         on_cpu = grad_TD.device.type == "cpu"
         with Stopwatch(call.meter, "backward_seconds", on_cpu), without_autocast(grad_TD.device):
-            return (*backward.run(grad_TD.contiguous()), None, None)
+            return (*backward.run(grad_TD.contiguous()), None, None, None)
+
+
+class _DifferentiatedOnce(torch.autograd.Function):
+    """(count, gradients, what they come from) -> the gradients as they are, with a graph that cannot be followed."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(None if one is None else one.view_as(one) for one in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(ONCE)
 
 
 def run_experts(x_TD: Tensor, alpha_TK: Tensor, owned: Bank, token_mask_T: Tensor | None, call: Call) -> Tensor:
@@ -114,6 +140,7 @@ def run_experts(x_TD: Tensor, alpha_TK: Tensor, owned: Bank, token_mask_T: Tenso
         owned.down_bias,
         token_mask_T,
         call,
+        x_TD[:0].clone(),
     )
     return out_TD.to(x_TD.dtype)
 
