@@ -38,7 +38,9 @@ def make(
 ) -> tuple[Trainer, lrmoe.Recalibrator]:
     model = build("qwen3_moe")
     if weights_of is not None:
-        model = type(model).from_pretrained(weights_of, experts_implementation="eager")
+        # Copied: where from_pretrained leaves weights in a mapped file, they lie at other addresses, and round by them.
+        loaded = type(model).from_pretrained(weights_of, experts_implementation="eager")
+        model.load_state_dict(loaded.state_dict())
     settings: dict[str, Any] = {
         "max_steps": 6,
         "per_device_train_batch_size": 2,
