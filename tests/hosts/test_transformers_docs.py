@@ -24,7 +24,7 @@ def test_the_documentation_runs(
         trained.append({name: tensor.clone() for name, tensor in scope["model"].state_dict().items()})
     assert scope["exact"].config._experts_implementation == "lrmoe"
     assert "kept 0.80 of the pairs" in capsys.readouterr().out
-    # The resumed run ends where the uninterrupted one did, in units of how far that went. Not to the bit everywhere: what
-    # from_pretrained maps from a file lies at other addresses, and some products round by them.
+    # The resumed run ends where the uninterrupted one did, in units of how far that went. Not to the bit everywhere:
+    # what from_pretrained maps from a file lies at other addresses, and some products round by them.
     before, whole, resumed = (torch.cat([tensor.flatten() for tensor in trained[n].values()]) for n in (1, 2, 3))
     assert (resumed - whole).norm() < 1e-3 * (whole - before).norm()
