@@ -25,9 +25,9 @@ def test_bars_and_table_are_the_records(tmp_path: Path) -> None:
     for trace, column in zip(figures["even"]["data"], ("forward_home", "forward", "backward"), strict=True):
         assert trace["x"] == [round(one[column], 4) for one in result.policies]
     for one, trace in zip(result.break_even, figures["pays"]["data"], strict=True):
-        sizes = [each for each in one["sizes"] if each["cost"] > 0]
+        sizes = [each for each in one["sizes"] if each["replicas"]]
         assert trace["x"] == [each["tokens"] for each in sizes]
-        assert trace["y"] == pytest.approx([each["saved"] / each["cost"] for each in sizes], rel=1e-3, abs=1e-4)
+        assert trace["y"] == pytest.approx([each["planned"] / each["home"] for each in sizes], rel=1e-3, abs=1e-4)
     for one in result.policies:
         assert f"{one['forward']:.3f}" in said
         assert f"{one['moved_rows']:,}" in said

@@ -52,7 +52,7 @@ def test_a_capacity_that_does_not_fit_is_an_answer(capsys: pytest.CaptureFixture
     assert "ultraep: policy 'ultraep' does not fit" in said
     records = read_records(tmp_path / "out" / "metrics.jsonl")
     assert [record["fits"] for record in records] == [False, False, True, False, True]
-    assert (records[-1]["backward"], records[-1]["replicas"], records[-1]["extra_dropped"]) == (0.8, 3, 0)
+    assert (records[-1]["backward"], records[-1]["replicas"], records[-1]["extra_dropped"]) == (1.0, 3, 0)
 
 
 def test_no_slots_and_no_drop(capsys: pytest.CaptureFixture[str]) -> None:

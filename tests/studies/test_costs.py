@@ -10,13 +10,12 @@ from lrmoe.balance.fixed import home_plan
 from lrmoe.balance.ownership import Move
 from lrmoe.balance.plan import build_plan, home_ranks
 from lrmoe.balance.quotas import split_quotas
+from lrmoe.evenness import max_over_mean
 from lrmoe.studies.costs import (
     Transfer,
     all_reduce,
     broadcast,
-    compute_seconds,
     from_home,
-    max_over_mean,
     moves,
     reduce,
     relayed,
@@ -85,12 +84,10 @@ def test_rows_travel_twice_forward_and_the_kept_ones_twice_backward() -> None:
     assert token_transfers(plan_of(LAM, [(0, 1, 4)]), EXPERT)[0][0].total == 8 * 2
 
 
-def test_compute_is_the_busiest_ranks() -> None:
-    assert compute_seconds(home_plan(LAM, LAM.sum(0)), EXPERT) == (12.0, 24.0)
-    assert compute_seconds(home_plan(LAM, torch.tensor([5, 1, 1, 1])), EXPERT) == (12.0, 12.0)
-    assert compute_seconds(plan_of(LAM, [(0, 1, 4)]), EXPERT) == (8.0, 16.0)
-    assert max_over_mean(torch.tensor([3, 1])) == 1.5
-    assert max_over_mean(torch.tensor([0, 0])) == 1.0
+def test_max_over_mean() -> None:
+    assert max_over_mean([3, 1]) == 1.5
+    assert max_over_mean([2, 2, 2]) == max_over_mean([5]) == 1.0
+    assert max_over_mean([0, 0]) is None
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_the_published_memory_from_first_principles() -> None:
     assert record["base"] == 0.421875
     assert record["replicas"] == 2 * 27 / 1024
     assert record["fixed"]["buffers"]["kept"] == pytest.approx(12.5, rel=0.01)
-    assert record["lrmoe"]["buffers"]["kept"] == pytest.approx(record["lrmoe"]["busiest"] * 6.25, rel=1e-6)
+    assert record["lrmoe"]["buffers"]["kept"] == pytest.approx(record["lrmoe"]["kept_of_mean_rows"] * 6.25, rel=1e-6)
     for how in ("plain", "fused"):
         assert record["lrmoe"]["backward_ms"][how] < record["fixed"]["backward_ms"][how]
         assert record["lrmoe"]["experts_ms"][how] < record["lrmoe"]["backward_ms"][how]

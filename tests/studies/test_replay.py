@@ -13,7 +13,8 @@ import torch
 from lrmoe.balance import get
 from lrmoe.balance.shapes import SHAPES
 from lrmoe.cli import main
-from lrmoe.studies.expert import Expert
+from lrmoe.cluster import Hardware, ModelShape
+from lrmoe.studies.price import Price
 from lrmoe.studies.replay import Choice, Setting, compare, parse_choices, replay
 from lrmoe.studies.replay_config import ReplayConfig
 from lrmoe.studies.replay_run import run_replay
@@ -27,8 +28,14 @@ ALL = list(SYSTEMS)
 
 
 def setting(bandwidth: float = 1e12, **options: Any) -> Setting:
-    expert = Expert(dim=64, expert_dim=64, flops=1e12, bandwidth=bandwidth)
-    return Setting(sizes=Sizes(experts=16, ranks=4, layers=1, expert=expert), floor=1, **options)
+    rates = {"flops": 1e12, "memory_bandwidth": 1e18, "intra_bytes_per_s": bandwidth, "inter_bytes_per_s": bandwidth}
+    machine = Hardware(
+        name="simple", memory_bytes=1.0, gemm_efficiency=1.0, link_efficiency=1.0, tile_rows=1, launch_s=0.0,
+        latency_s=0.0, **rates,
+    )  # fmt: skip
+    model = ModelShape(name="small", dim=64, expert_dim=64, num_experts=16, top_k=2, moe_layers=1)
+    price = Price(model=model, hardware=machine)
+    return Setting(sizes=Sizes(experts=16, ranks=4, layers=1, expert=price.expert(4)), price=price, floor=1, **options)
 
 
 def workload(name: str, steps: int = 12) -> Routing:
@@ -251,7 +258,7 @@ def test_the_command_writes_a_folder_that_report_writes_again(
         (["--workload", "burst", "--policies", "best"], "--policies best: 'best' is not known"),
         (["--workload", "burst", "--drop", "1"], "--drop 1.0 must be in [0, 1)"),
         (["--workload", "burst", "--steps", "0"], "--steps 0 must be an integer >= 1"),
-        (["--workload", "burst", "--dim", "0"], "--dim 0 must be a finite number above 0"),
+        (["--workload", "burst", "--dim", "0"], "--dim 0 must be an integer >= 1"),
         (["--workload", "burst", "--experts", "4"], "--ranks 8 must be between 1 and --experts 4"),
     ],
 )

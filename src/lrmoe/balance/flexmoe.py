@@ -12,6 +12,7 @@ from torch import Tensor
 from lrmoe.balance.ownership import HistoryPolicy, LayerHistory, Slots, add_step_loads, require_slots
 from lrmoe.balance.plan import Ownership, home_ranks
 from lrmoe.config import require_count, require_number
+from lrmoe.evenness import max_over_mean
 
 
 class FlexMoE(HistoryPolicy):
@@ -149,9 +150,7 @@ class _State:
 
     def imbalance(self) -> float:
         """Largest over mean load of a rank; 1 without load."""
-        whole = sum(self.load_E)
-        most = max(sum(map(self.share, slots), Fraction(0)) for slots in self.held)
-        return float(most * len(self.held) / whole) if whole else 1.0
+        return max_over_mean([sum(map(self.share, slots), Fraction(0)) for slots in self.held]) or 1.0
 
     def key(self) -> tuple[Fraction, Fraction]:
         """The smaller the better."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from lrmoe.balance.plan import home_ranks
 from lrmoe.balance.shapes import SHAPES
 from lrmoe.config import require_count, require_number
+from lrmoe.evenness import max_over_mean
 
 
 def workload(
@@ -79,7 +80,7 @@ def zipf(
             return place_E[order_E] ** -power
 
         def reached(power: float, order_E: Tensor = order_E) -> float:
-            return skew_of(_counts(popularity(power, order_E), tokens, top_k).expand(ranks, -1))
+            return skew_of(_counts(popularity(power, order_E), tokens, top_k).expand(ranks, -1)) or 1.0
 
         low, high = 0.0, 1.0
         while reached(high) < skew and high < 32:
@@ -135,17 +136,20 @@ def skewed_loads(
         logits_GE = (logits_GE - logits_GE.amax(1, keepdim=True)).clamp(min=-80)
         return torch.stack([_counts(logits_E.exp(), tokens, top_k) for logits_E in logits_GE])
 
+    def reached(power: float) -> float:
+        # Without tokens nothing is skewed.
+        return skew_of(loads(power)) or 1.0
+
     low, high = 0.0, 1.0
-    while skew_of(loads(high)) < skew and high < 64:
+    while reached(high) < skew and high < 64:
         high *= 2
     for _ in range(40):
         middle = (low + high) / 2
-        low, high = (middle, high) if skew_of(loads(middle)) < skew else (low, middle)
-    found = loads(high)
+        low, high = (middle, high) if reached(middle) < skew else (low, middle)
     # Even experts are the least skew there is, and the hottest rank's experts the most.
-    if abs(skew_of(found) / skew - 1) > 0.01:
-        raise _impossible(skew, skew_of(found), num_experts, num_ranks, tokens, top_k)
-    return found
+    if abs(reached(high) / skew - 1) > 0.01:
+        raise _impossible(skew, reached(high), num_experts, num_ranks, tokens, top_k)
+    return loads(high)
 
 
 def shaped_loads(
@@ -168,12 +172,12 @@ def shaped_loads(
     return torch.stack([_counts(popularity_E, count, top_k) for count in tokens_G])
 
 
-def skew_of(lam_GE: Tensor) -> float:
-    """Largest over mean rows of a rank, with every expert at home; 1 without rows."""
+def skew_of(lam_GE: Tensor) -> float | None:
+    """Largest over mean rows of a rank, with every expert at home; None without rows."""
     num_ranks, num_experts = lam_GE.shape
     home_E = torch.tensor(home_ranks(num_experts, num_ranks), device="cpu")
     rows_G = torch.zeros(num_ranks, dtype=torch.int64, device="cpu").index_add_(0, home_E, lam_GE.sum(0))
-    return float(rows_G.max() * num_ranks / rows_G.sum()) if rows_G.any() else 1.0
+    return max_over_mean(rows_G.tolist())
 
 
 def check_sizes(num_experts: int, num_ranks: int, tokens: int, top_k: int) -> None:

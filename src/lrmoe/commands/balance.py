@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser,
         (*fields(BalanceConfig), *(field for field in fields(ReplayConfig) if field.name not in shared)),
         choices={"shape": SHAPES, "quota": get_args(Quota), "workload": WORKLOADS},
-        names={"trace": "PATH", "policies": "NAME,..."},
+        names={"trace": "PATH", "policies": "NAME,...", "model": "MODEL", "hardware": "NAME"},
     )
 
 
@@ -48,7 +48,10 @@ def run(given: dict[str, Any]) -> int:
     console.print(f"loads: {result.source}; {matrices} x {experts} experts on {ranks} ranks", markup=False)
     print_table(HEADINGS, [cells(record) for record in result.policies], NOTE)
     if result.break_even:
-        print_table(*break_even_rows(result.break_even), note="Expert time saved against replica traffic, a layer.")
+        print_table(
+            *break_even_rows(result.break_even),
+            note="Modelled time of a layer, forward and backward, with replicas and with every expert at home.",
+        )
     console.print("\n".join(result.notes), markup=False)
     if out is not None:
         console.print(f"report: {out / 'report.html'}", markup=False)

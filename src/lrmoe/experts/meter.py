@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lrmoe.evenness import max_over_mean
+
 # What is read of a layer, by the names under which it is logged: means over layers and steps, and sums.
 SHARES = ("kept_share", "kept_importance_share", "variance_share", "load_max_over_mean")
 SECONDS = ("forward_seconds", "backward_seconds")
@@ -183,7 +185,8 @@ def shares(totals: dict[str, Any]) -> dict[str, Any]:
         "kept_share": sum(kept) / pairs if pairs else 1.0,
         "kept_importance_share": None if unknown else totals["importance_kept"] / total if total else 1.0,
         "variance_share": None if unknown else totals["variance"] / total if total else 0.0,
-        "load_max_over_mean": max(load) * len(load) / pairs if pairs else 1.0,
+        # Loggers want a number where nothing was routed, as where every token is padding.
+        "load_max_over_mean": max_over_mean(load) or 1.0,
         "backwards": totals["backwards"],
         NONFINITE: nonfinite,
         "forward_seconds": totals["forward_seconds"],

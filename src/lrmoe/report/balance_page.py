@@ -10,13 +10,14 @@ from lrmoe.report.charts import Figure, layout
 from lrmoe.report.frame import Frame, advice, chart, facts, notices, table
 from lrmoe.report.paper_page import Study, write_paper_page
 from lrmoe.report.text import DASH, counted, escape, fixed, percent, size, whole
+from lrmoe.studies.paper_config import FASTER
 
 Record = dict[str, Any]
 _HOME, _FORWARD, _KEPT = "#d3d9e2", "#2f7fc1", "#0b3c66"
 _LINES = ((palette.ORANGE, "solid"), (palette.ORANGE, "dash"), (palette.BLUE, "solid"), (palette.BLUE, "dash"))
 _BASIS = (
-    "It follows from the plans’ rows, which are counted, and from times that are arithmetic at the stated rates. "
-    "Nothing ran but the planners."
+    "It follows from the plans’ rows, which are counted, and from a layer’s time, which is arithmetic, the same that "
+    "lrmoe plan does. Nothing ran but the planners."
 )
 
 
@@ -42,18 +43,18 @@ def _page(study: Study) -> Frame:
             [
                 ("Load matrices", whole(matrices)),
                 ("Pairs", whole(round(_pairs(summary)))),
-                ("Tokens a rank", whole(round(_tokens(study)))),
+                ("Tokens a rank", whole(summary["tokens"])),
+                ("Experts of", study.config["model"]),
+                ("Hardware", study.config["hardware"]),
                 ("Slots beyond home", whole(study.config["slots"])),
                 ("Drop", percent(study.config["drop"], 0)),
                 (
                     "Capacity, kept rows",
                     "none" if study.config["capacity"] is None else f"{study.config['capacity']:g}",
                 ),
-                ("Expert", f"{whole(study.config['dim'])} × {whole(study.config['expert_dim'])}"),
-                ("Rates", f"{study.config['flops'] / 1e12:,.3g} Top/s, {study.config['bandwidth'] / 1e9:,.3g} GB/s"),
             ]
         )
-        + advice(_advice(study), basis=_BASIS)
+        + advice(_advice(study), basis=f"{_BASIS} Times are of {summary['assumed']}.")
         + notices(unfit),
         body=_charts(figures) + _table(summary["policies"]) + _sizes(summary["break_even"]),
         footer=study.footer,
@@ -68,15 +69,12 @@ def _pairs(summary: Record) -> float:
     return float(fixed_["kept_rows"] or 0)
 
 
-def _tokens(study: Study) -> float:
-    """Of a rank in one matrix."""
-    matrices, ranks, _ = study.summary["shape"]
-    choices = study.config["top_k"] or (2 if study.config["shape"] else 8)
-    return float(_pairs(study.summary) / (matrices * ranks * choices))
-
-
 def _lead(summary: Record) -> str:
     home = next(one for one in summary["policies"] if one["policy"] == "fixed")
+    if home["forward_home"] is None:
+        return "There is no load: no pair goes to any expert, so nothing is even or uneven."
+    if summary["shape"][1] == 1:
+        return "One rank computes every expert: there is nothing to balance."
     said = f"With every expert at home the busiest rank has {fixed(home['forward_home'], 2)} times the mean rows."
     moved = [one for one in summary["policies"] if one["fits"] and one["slots"]]
     if not moved:
@@ -89,18 +87,39 @@ def _lead(summary: Record) -> str:
 
 
 def _advice(study: Study) -> list[str]:
-    tokens, said = _tokens(study), []
-    fits = {one["policy"] for one in study.summary["policies"] if one["fits"]}
-    breaks = [one for one in study.summary["break_even"] if one["policy"] in fits]
-    paying = [one for one in breaks if one["tokens"] is not None and one["tokens"] <= tokens and _ever(one)]
-    if paying:
-        names = _quoted(paying)
-        said.append(f"Use replicas at {whole(round(tokens))} tokens a rank: they pay under {names}.")
+    summary, said = study.summary, []
+    tokens, (matrices, ranks, _) = summary["tokens"], summary["shape"]
+    fits = {one["policy"] for one in summary["policies"] if one["fits"]}
+    breaks = [one for one in summary["break_even"] if one["policy"] in fits]
+    paying = [one for one in breaks if one["here"] is not None and one["here"]["pays"]]
+    if not summary["loaded"]:
+        said.append("Give loads that have pairs: nothing follows from none.")
+    elif ranks == 1:
+        said.append(
+            "Give loads of several ranks, or say over how many to spread them (--ranks): one needs no balancing."
+        )
+    elif paying:
+        best = min(paying, key=lambda one: one["here"]["planned"])
+        ratio = fixed(best["here"]["planned"] / best["here"]["home"], 2)
+        said.append(
+            f"Use replicas at {whole(tokens)} tokens a rank: they pay under {_quoted(paying)}; under "
+            f"“{best['policy']}” a layer takes {ratio} of its time with every expert at home."
+        )
     elif breaks:
-        later = min((one["tokens"] for one in breaks if one["tokens"] is not None and _ever(one)), default=None)
+        later = min(
+            (one["tokens"] for one in breaks if one["tokens"] is not None and one["tokens"] > tokens), default=None
+        )
         from_ = "at no size that was looked at" if later is None else f"from about {whole(round(later))} on"
-        said.append(f"Leave replicas off (slots=0) at {whole(round(tokens))} tokens a rank: they pay {from_}.")
-    for one in study.summary["policies"]:
+        said.append(
+            f"Leave replicas off (slots=0) at {whole(tokens)} tokens a rank: they pay {from_}. They count as paying "
+            f"where a layer takes at most {percent(FASTER, 0)} of its time without."
+        )
+    if 0 < summary["loaded"] < matrices:
+        said.append(
+            f"Look at the loads: {matrices - summary['loaded']} of {matrices} matrices hold no pair, and are in no "
+            "ratio or time here."
+        )
+    for one in summary["policies"]:
         if one["fits"] and one["extra_dropped"]:
             said.append(
                 f"Raise the capacity or the slots if {one['policy']} is to drop no more than asked: it leaves out "
@@ -108,8 +127,8 @@ def _advice(study: Study) -> list[str]:
             )
     if not fits:
         said.append("Raise the capacity: no policy fits it.")
-    elif any(not one["fits"] for one in study.summary["policies"]):
-        names = _quoted([one for one in study.summary["policies"] if one["fits"]])
+    elif any(not one["fits"] for one in summary["policies"]):
+        names = _quoted([one for one in summary["policies"] if one["fits"]])
         said.append(f"Choose among what fits the capacity: {names}.")
     if study.config["loads"] is None:
         said.append("Give loads of your own model (--loads, or a run of lrmoe train --trace): these are synthetic.")
@@ -121,10 +140,6 @@ def _quoted(records: list[Record]) -> str:
     return ", ".join(f"“{one['policy']}”" for one in records)
 
 
-def _ever(one: Record) -> bool:
-    return any(each["replicas"] for each in one["sizes"])
-
-
 def _charts(figures: dict[str, Figure | None]) -> str:
     even = chart(
         "even",
@@ -132,14 +147,15 @@ def _charts(figures: dict[str, Figure | None]) -> str:
         "A bar that ends at the dotted line is an even load; what is beyond it, all other ranks wait for. The backward "
         "computes the kept rows alone.",
         figure=figures["even"],
-        empty="No policy fits.",
+        empty="No policy fits, or there is no load.",
         colours=[(_HOME, "forward, at home"), (_FORWARD, "forward, as planned"), (_KEPT, "backward, as planned")],
     )
     pays = chart(
         "pays",
         "Does a replica pay?",
-        "Time that replicas save in the experts over the time that their weights and gradients take on the wire, in "
-        "one layer: above the dotted line they pay. No point where no replica is planned. Both axes are logarithmic.",
+        "Time of one layer with replicas over its time with every expert at home, their weights and gradients on the "
+        f"wire included: at or below the dotted line, at {FASTER:g}, they pay. No point where no replica is planned. "
+        "The tokens are on a logarithmic axis.",
         figure=figures["pays"],
         empty="No policy plans a replica for these loads at any size.",
         colours=[
@@ -150,7 +166,7 @@ def _charts(figures: dict[str, Figure | None]) -> str:
 
 
 def _even(records: list[Record]) -> Figure | None:
-    fit = [one for one in records if one["fits"]]
+    fit = [one for one in records if one["fits"] and one["forward"] is not None]
     if not fit:
         return None
     names = [escape(one["policy"]).replace(", ", ",<br>", 1) for one in fit]
@@ -181,8 +197,7 @@ def _even(records: list[Record]) -> Figure | None:
 def _pays(records: list[Record]) -> Figure | None:
     data = []
     for (colour, dash), one in zip(_LINES * len(records), records, strict=False):
-        known = [(each["tokens"], each["saved"] / each["cost"]) for each in one["sizes"] if each["cost"] > 0]
-        known = [(tokens, ratio) for tokens, ratio in known if ratio > 0]
+        known = [(each["tokens"], each["planned"] / each["home"]) for each in one["sizes"] if each["replicas"]]
         if not known:
             continue
         data.append(
@@ -200,23 +215,23 @@ def _pays(records: list[Record]) -> Figure | None:
         )
     if not data:
         return None
-    frame = layout("tokens a rank", "time saved over time cost (×)", hovermode="closest", height=90 + 56 * 5)
+    frame = layout("tokens a rank", "layer’s time over that at home (×)", hovermode="closest", height=90 + 56 * 5)
     frame["xaxis"] |= {"type": "log", "dtick": 1, "tickformat": ",d", "rangemode": "normal"}
-    frame["yaxis"] |= {"type": "log", "tickformat": ",~g"}
-    frame["shapes"] = [_mark("y")]
+    frame["yaxis"] |= {"tickformat": ",~g", "rangemode": "tozero"}
+    frame["shapes"] = [_mark("y", FASTER)]
     return {"data": data, "layout": frame}
 
 
-def _mark(axis: str) -> Figure:
-    """A dotted line at one."""
+def _mark(axis: str, at: float = 1) -> Figure:
+    """A dotted line."""
     other = "y" if axis == "x" else "x"
     return {
         "type": "line",
         f"{other}ref": "paper",
         f"{other}0": 0,
         f"{other}1": 1,
-        f"{axis}0": 1,
-        f"{axis}1": 1,
+        f"{axis}0": at,
+        f"{axis}1": at,
         "line": {"color": palette.INK, "width": 1.5, "dash": "dot"},
     }
 
@@ -249,8 +264,8 @@ def _table(records: list[Record]) -> str:
             ]
         )
     note = (
-        "Rows of the busiest rank over the mean, at home and with replicas; of the backward, rows it keeps. Replicas, "
-        "rows and bytes are sums over the load matrices."
+        "Rows of the busiest rank over the mean of the ranks, at home and with replicas; of the backward, the rows it "
+        "keeps over the mean of the kept rows. Replicas, rows and bytes are sums over the load matrices."
     )
     return table("results", headings, rows, title="Results", note=note)
 
@@ -258,14 +273,19 @@ def _table(records: list[Record]) -> str:
 def _sizes(records: list[Record]) -> str:
     if not records:
         return ""
-    headings = [("Tokens a rank", ""), *((escape(one["policy"]), "ms saved / cost") for one in records)]
+    headings = [("Tokens a rank", ""), *((escape(one["policy"]), "ms / at home") for one in records)]
     rows = [
         [
             whole(sizes[0]["tokens"]),
-            *(f"{fixed(each['saved'], 3)} / {fixed(each['cost'], 3)}" if each["replicas"] else DASH for each in sizes),
+            *(
+                f"{fixed(each['planned'], 3)} / {fixed(each['home'], 3)}" if each["replicas"] else DASH
+                for each in sizes
+            ),
         ]
         for sizes in zip(*(one["sizes"] for one in records), strict=True)
     ]
-    note = "Expert time that replicas save against the time of their traffic, a layer, at the stated rates. A dash "
-    note += "where no replica is planned."
+    note = (
+        "Modelled time of a layer, forward and backward, with replicas and with every expert at home. A dash where no "
+    )
+    note += "replica is planned."
     return table("sizes", headings, rows, title="From how many tokens on", note=note)

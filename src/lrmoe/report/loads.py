@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
+from lrmoe.evenness import max_over_mean
 from lrmoe.report.binary import counts
 from lrmoe.report.charts import Figure, axis, clipped, layout
 from lrmoe.report.run_folder import Point, Training
@@ -58,7 +59,7 @@ def load_maps(trainings: list[Training]) -> list[dict[str, Any]]:
                 "widths": list(widths.values()),
                 "frames": counts(flat),
                 "total": total,
-                "top": max(_skew(load) for layers in [*shown, total] for load in layers),
+                "top": max(max_over_mean(load) or 0.0 for layers in [*shown, total] for load in layers),
                 "logged": len(points),
             }
         )
@@ -89,10 +90,6 @@ def _total(points: list[Point], name: str, width: int) -> list[int]:
         load = _load(point, name)
         total = [a + b for a, b in zip(total, [*load, *[0] * (width - len(load))], strict=True)]
     return total
-
-
-def _skew(load: Sequence[int]) -> float:
-    return max(load) * len(load) / sum(load) if any(load) else 0.0
 
 
 def _evenly(points: list[Point], count: int) -> list[Point]:

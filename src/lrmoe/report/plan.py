@@ -10,6 +10,7 @@ from lrmoe.report.charts import Figure, layout
 from lrmoe.report.frame import Frame, advice, chart, facts, notices, table
 from lrmoe.report.paper_page import Study, write_paper_page
 from lrmoe.report.text import DASH, duration, escape, fixed, percent, size, whole
+from lrmoe.studies.paper_config import FASTER
 
 Record = dict[str, Any]
 _EXACT, _DROPPED, _TIME, _MOST = palette.PALE, "#0b5cad", palette.BLUE, palette.ORANGE
@@ -77,11 +78,14 @@ def _advice(study: Study) -> list[str]:
             f"Use “{_name(chosen)}” and drop nothing: it fits with {size(left)} to spare on the fullest rank. A drop "
             "is then a question of time and loss, not of memory."
         )
-    pays = [one["crossover"] for one in summary["options"] if one["slots"] and one["crossover"] is not None]
-    if pays and summary["tokens"] < min(pays):
+    having = [one for one in summary["options"] if one["slots"]]
+    from_ = [one["crossover"] for one in having if one["crossover"] is not None]
+    if summary["ranks"] == 1:
+        said.append("Do not look for a balancing policy: on one rank there is nothing to balance.")
+    elif from_ and summary["tokens"] < min(from_) and not any(one["pays"] for one in having):
         said.append(
-            f"Hold no replicas at {whole(summary['tokens'])} tokens a rank: here they pay from about "
-            f"{whole(round(min(pays)))} on."
+            f"Hold no replicas for time at {whole(summary['tokens'])} tokens a rank: here they pay from about "
+            f"{whole(round(min(from_)))} on."
         )
     if summary["synthetic"]:
         said.append(
@@ -170,8 +174,9 @@ def _settings(summary: Record) -> str:
         "Least drop: the smallest share of the backward’s rows to leave out so that every rank fits in every "
         "microbatch; a dash where not even the largest accepted drop does, which the columns after it then show. "
         "Against even: over "
-        "ranks that all have the mean to do, without replicas. Pays from: tokens a rank from which on replicas save "
-        "more time than they cost, as <code>lrmoe balance</code> has it. The recommended setting is marked."
+        "ranks that all have the mean to do, without replicas. Pays from: tokens a rank from which on replicas bring "
+        f"the time to at most {percent(FASTER, 0)} of fixed ownership’s, with the same save mode and no drop, as "
+        "<code>lrmoe balance</code> has it. The recommended setting is marked."
     )
     return table("settings", headings, rows, note=note, title="Settings that were looked at", marked=marked)
 
@@ -285,7 +290,8 @@ def _method(summary: Record) -> str:
         "slowest rank. Attention, the optimizer and everything else are left out.</li>"
         f"<li><b>Activations</b> between the projections run {escape(summary['elementwise'])}: <i>plain</i> as this "
         "library runs them on a GPU, in fp32 on all rows at once, <i>fused</i> in one kernel.</li>"
-        "<li><b>Nothing is dropped unless nothing fits without</b>, and replicas are recommended only from the size on "
-        "from which <code>lrmoe balance</code> says that they pay, and for at least three per cent.</li>"
+        "<li><b>Nothing is dropped unless nothing fits without</b>, and replicas are recommended for time only where "
+        f"they bring it to at most {percent(FASTER, 0)} of fixed ownership’s. <code>lrmoe balance</code> judges the "
+        "same loads in the same way, given the same <code>--model</code> and <code>--hardware</code>.</li>"
         "</ul></section>"
     )

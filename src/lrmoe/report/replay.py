@@ -12,6 +12,7 @@ from lrmoe.report.replay_data import Played, frames, read_played
 from lrmoe.report.replay_table import replay_table
 from lrmoe.report.run_folder import read_object
 from lrmoe.report.text import counted, escape, fixed, percent, short_layer_names, whole
+from lrmoe.studies.paper_config import FASTER
 
 # The colours are those of the script.
 _BARS = [("#d3d9e2", "every expert at home"), ("#2f7fc1", "forward as planned"), ("#0b3c66", "kept by the backward")]
@@ -65,6 +66,10 @@ def _title(played: Played) -> str:
 
 def _lead(played: Played) -> str:
     produced = played.summary["produced"]
+    if produced["skew_mean"] is None:
+        return "There is no load: no pair of any record goes to any expert, so nothing is even or uneven."
+    if played.summary["shape"]["ranks"] == 1:
+        return "One rank computes every expert: there is nothing to balance."
     sentences = [
         f"With every expert at home, the busiest rank has {fixed(produced['skew_mean'], 2)} times the mean rows "
         f"({fixed(produced['skew_p95'], 2)} at the 95th percentile)."
@@ -106,7 +111,7 @@ def _facts(played: Played) -> str:
         ("Ranks with load", f"at least {produced['ranks_used']} of {shape['ranks']}"),
         ("Slots beyond home", whole(played.config["slots"])),
         ("Expert", f"{whole(expert['dim'])} × {whole(expert['expert_dim'])}"),
-        ("Rates", f"{expert['flops'] / 1e12:,.3g} Top/s, {expert['bandwidth'] / 1e9:,.3g} GB/s"),
+        ("Rates reached", f"{expert['flops'] / 1e12:,.3g} Tflop/s, {expert['bandwidth'] / 1e9:,.3g} GB/s"),
     ]
     return facts(items)
 
@@ -115,12 +120,14 @@ _BASIS = (
     "It follows from the table’s modelled times at the stated rates. Nothing ran but the planners; a drop’s effect on "
     "the loss is not in it."
 )
-# Of fixed ownership's time, above which a policy is not worth its moving parts.
-_WORTH = 0.97
 
 
 def _advice(played: Played) -> list[str]:
     """What to do at each drop: the fastest policy, or leaving it off."""
+    if played.summary["produced"]["skew_mean"] is None:
+        return ["Give loads that have pairs: nothing follows from none."]
+    if played.summary["shape"]["ranks"] == 1:
+        return ["Deal these loads out over the ranks that you have (--ranks): one rank needs no balancing."]
     said = []
     for drop in played.drops:
         ran = [r for r in played.records if r["drop"] == drop and r["against_fixed"] is not None]
@@ -129,7 +136,7 @@ def _advice(played: Played) -> list[str]:
             continue
         best = min(others, key=lambda r: r["time_ms"]["total"])
         where = f"With {percent(drop, 0)} of the backward dropped" if drop else "Without a drop"
-        if best["against_fixed"] > _WORTH:
+        if best["against_fixed"] > FASTER:
             said.append(
                 f"{where}, leave balancing off (--policy fixed): the best of the others, {best['policy']}, takes "
                 f"{_times(best)} of its time, and less than three per cent is not worth its moving parts."
@@ -234,9 +241,10 @@ def _method(played: Played) -> str:
     return (
         '<h2>What is counted, and how</h2><section class="card">'
         "<p>Rows, replicas and bytes are counted from the plans; planning is CPU time of this machine; all other times "
-        "are arithmetic: a row takes 6 D F operations forward and twice that backward if it is kept, a transfer as "
-        "long as its busiest rank needs at the stated rate each way. Latency and the network’s topology are left out. "
-        "W, Gr and O are an expert’s weights (2 bytes each), gradients (4) and optimizer state (12). Policies see the "
+        "are arithmetic. A layer’s computing and its rows’ travel are priced as <code>lrmoe plan</code> prices them, "
+        f"for {escape(played.summary['assumed'])}; a transfer of copies takes the latency of a collective and as long "
+        "as its busiest rank needs at the stated rate each way. W, Gr and O are an expert’s weights (2 bytes each), "
+        "gradients (4) and optimizer state (12). Policies see the "
         "records in order, as in a training run. Besides rows, each system sends:</p>"
         f'<ul class="plain">{items}</ul></section>'
     )

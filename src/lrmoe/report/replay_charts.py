@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from lrmoe.evenness import max_over_mean
 from lrmoe.report.charts import Figure, axis, layout
 from lrmoe.report.palette import MUTED, PALE
-from lrmoe.report.replay_data import Line, Played
+from lrmoe.report.replay_data import Played
 from lrmoe.report.text import escape
 
 COLOURS = {
@@ -76,7 +77,10 @@ def _curves(played: Played, drop: float) -> dict[str, tuple[list[int], list[floa
     for label in played.labels:
         by_step: dict[int, list[float]] = {}
         for line in played.lines.get((label, drop), []):
-            by_step.setdefault(line["step"], []).append(_max_over_mean(line))
+            ratio = max_over_mean(line["rows"])
+            # A record without rows is neither even nor uneven.
+            if ratio is not None:
+                by_step.setdefault(line["step"], []).append(ratio)
         if by_step:
             found[label] = list(by_step), [round(sum(each) / len(each), 4) for each in by_step.values()]
     return found
@@ -123,8 +127,3 @@ def panel_frame() -> Figure:
     for name in ("xaxis", "yaxis"):  # An empty title takes room, too.
         del frame[name]["title"]
     return frame
-
-
-def _max_over_mean(line: Line) -> float:
-    rows = line["rows"]
-    return max(rows) * len(rows) / sum(rows) if any(rows) else 1.0

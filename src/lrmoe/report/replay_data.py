@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lrmoe.evenness import max_over_mean
 from lrmoe.report.loads import MAX_COUNTS, MAX_FRAMES
 from lrmoe.report.run_folder import read_lines, read_object
 
@@ -99,7 +100,10 @@ def frames(played: Played) -> dict[str, Any]:
 
     names = played.summary["shape"]["layers"]
     home = table(base, "rows")
-    skews = [max((_skew(layer[place]) for layer in home), default=0.0) for place in range(len(chosen))]
+    skews = [
+        max((max_over_mean(layer[place]) or 0.0 for layer in home if layer[place]), default=0.0)
+        for place in range(len(chosen))
+    ]
     return {
         "frames": chosen,
         "all": len(places),
@@ -122,7 +126,3 @@ def frames(played: Played) -> dict[str, Any]:
             for label in played.labels
         ],
     }
-
-
-def _skew(rows: list[int]) -> float:
-    return max(rows) * len(rows) / sum(rows) if any(rows) else 0.0

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lrmoe.balance.shapes import SHAPES
+from lrmoe.cluster import Hardware, ModelShape, model
 from lrmoe.problems import Problems
 from lrmoe.studies.expert import Expert
+from lrmoe.studies.paper_config import DEFAULT_HARDWARE, DEFAULT_MODEL, assumptions, experts_of, rates_of
 from lrmoe.studies.sources import check_one_source, check_planning, check_sizes
 from lrmoe.training.config import described
 
@@ -24,8 +26,9 @@ class BalanceConfig:
     """What is planned, and how.
 
     The loads come from exactly one of ``loads``, ``shape`` and ``skew`` (2 if none is given). Sizes that are None are
-    128 experts, 8 ranks, 4096 tokens and 8 experts a token for a skew, 16, 4, 512 and 2 for a shape, and for a file
-    what it holds, with 8 experts a token.
+    those of the model, 8 ranks and 4096 tokens for a skew, 16 experts, 4 ranks, 512 tokens and 2 experts a token for a
+    shape, and for a file what it holds, with as many experts a token as the model has. A model counts with the widths
+    of its experts: loads may be of another number of them.
 
     Raises:
         ValueError: naming the field, the value and what it may be.
@@ -34,23 +37,29 @@ class BalanceConfig:
     loads: str | None = described(None, "JSON file: matrix (ranks, experts) of pairs, several, or one load an expert")
     skew: float | None = described(None, "synthetic loads, or of --workload zipf: largest over mean rows of a rank (2)")
     shape: str | None = described(None, f"synthetic loads of a shape: {', '.join(SHAPES)}")
-    experts: int | None = described(None, "experts of synthetic loads (128; 16 for a shape)")
+    experts: int | None = described(None, "experts of synthetic loads (the model's; 16 for a shape)")
     ranks: int | None = described(
         None,
         "ranks of synthetic loads (8; 4 for a shape), of a file with one load an expert, or to deal a trace out over",
     )
     tokens: int | None = described(None, "tokens of a rank, of synthetic loads (4096; 512 for a shape)")
-    top_k: int | None = described(None, "experts a token (8; 2 for a shape)")
+    top_k: int | None = described(None, "experts a token (the model's; 2 for a shape)")
     seed: int | None = described(None, "of loads with a skew, or of a workload (0)")
     drop: float = described(0.2, "share of the rows that the backward may leave out")
     quota: Literal["expert", "level"] = described("expert", "how the drop is spread over experts")
     slots: int = described(1, "replicas a rank may hold, of policies with a total: experts on top of its own")
     capacity: float | None = described(None, "rows whose backward a rank can hold; default: no limit")
     floor: int = described(1024, "rows that a replica of UltraEP must take where its fast path fails")
-    dim: int = described(2048, "model width, of the break-even and of modelled times")
-    expert_dim: int = described(768, "expert width")
-    flops: float = described(4e14, "operations a second that a rank reaches")
-    bandwidth: float = described(4e11, "bytes a second between a rank and the others, each way")
+    model: str = described(
+        DEFAULT_MODEL, "preset, or a Transformers config.json: whose experts; of a trace its own widths unless given"
+    )
+    hardware: str = described(DEFAULT_HARDWARE, "preset, or a TOML or JSON file")
+    dim: int | None = described(None, "model width, in place of the model's")
+    expert_dim: int | None = described(None, "expert width, in place of the model's")
+    flops: float | None = described(None, "operations a second that a rank reaches, in place of the hardware's")
+    bandwidth: float | None = described(
+        None, "bytes a second between a rank and the others, each way, in place of the hardware's"
+    )
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -70,18 +79,39 @@ class BalanceConfig:
         with problems:
             check_planning(drop=self.drop, quota=self.quota, slots=self.slots, capacity=self.capacity, floor=self.floor)
         with problems:
-            self.expert  # noqa: B018  Checks its part.
+            self.shape_of_experts()
+        with problems:
+            self.machine()
         problems.tell()
+
+    def shape_of_experts(self) -> ModelShape:
+        """The model, with the widths and the choices that are asked for.
+
+        Raises:
+            ValueError: where it is neither a preset nor a config.json, or of another number of experts.
+        """
+        shape = experts_of(self.model, dim=self.dim, expert_dim=self.expert_dim)
+        return replace(shape, top_k=self.choices, num_experts=max(self.choices, shape.num_experts))
+
+    def machine(self) -> Hardware:
+        """What the ranks are; ValueError where it is neither a preset nor a file of one."""
+        return rates_of(self.hardware, flops=self.flops, bandwidth=self.bandwidth)
 
     @property
     def expert(self) -> Expert:
-        """Sizes and rates of the break-even."""
-        return Expert(dim=self.dim, expert_dim=self.expert_dim, flops=self.flops, bandwidth=self.bandwidth)
+        """Its size in bytes."""
+        shape = self.shape_of_experts()
+        return Expert(dim=shape.dim, expert_dim=shape.expert_dim)
 
     @property
     def choices(self) -> int:
         """Experts a token."""
-        return self.top_k if self.top_k is not None else 2 if self.shape else 8
+        return self.top_k if self.top_k is not None else 2 if self.shape else model(self.model).top_k
+
+    @property
+    def assumed(self) -> str:
+        """What the times rest on, in a line."""
+        return assumptions(self.shape_of_experts(), self.machine())
 
     def load(self) -> tuple[str, list[Tensor]]:
         """What the loads are, in words, and the matrices.
@@ -94,7 +124,7 @@ class BalanceConfig:
         if self.loads is not None:
             matrices = read_loads(Path(self.loads), self.ranks)
             return self.loads, matrices
-        experts, ranks, tokens = (16, 4, 512) if self.shape else (128, 8, 4096)
+        experts, ranks, tokens = (16, 4, 512) if self.shape else (model(self.model).num_experts, 8, 4096)
         sizes = {
             "num_experts": experts if self.experts is None else self.experts,
             "num_ranks": ranks if self.ranks is None else self.ranks,

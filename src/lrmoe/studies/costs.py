@@ -141,18 +141,6 @@ def token_transfers(plan: Plan, expert: Expert) -> tuple[list[Transfer], list[Tr
     return [forward, _reversed(forward)], [_exchange(rows_GG, SCORE_BYTES), backward, _reversed(backward)]
 
 
-def compute_seconds(plan: Plan, expert: Expert) -> tuple[float, float]:
-    """Of the busiest rank, forward and backward: a kept row's backward takes twice as long as its forward."""
-    forward = int(plan.rows_EG.sum(0).max()) * expert.row_seconds
-    return forward, 2 * int(plan.quota_EG.sum(0).max()) * expert.row_seconds
-
-
-def max_over_mean(rows_G: Tensor) -> float:
-    """1 without rows."""
-    total = int(rows_G.sum())
-    return int(rows_G.max()) * rows_G.numel() / total if total else 1.0
-
-
 def _exchange(rows_GG: Tensor, row_bytes: float) -> Transfer:
     away_GG = rows_GG - torch.diag(rows_GG.diagonal())
     return Transfer("tokens", row_bytes * away_GG.sum(1), row_bytes * away_GG.sum(0))

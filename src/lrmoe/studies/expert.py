@@ -63,19 +63,6 @@ class Expert:
         """Of one row's forward: 6 D F operations. The backward of a kept row takes twice as long."""
         return 6 * self.dim * self.expert_dim / self.flops
 
-    def replica_seconds(self, plan: Plan) -> float:
-        """Of the busiest rank's replica traffic: weights out before the forward and again before the backward (slots
-        are shared by all layers), gradients home. Nothing of it is taken to be hidden behind compute."""
-        weights = 3 * self.dim * self.expert_dim
-        hosted = [len(experts) for experts in plan.slots]
-        exported = [0] * len(hosted)
-        for ranks in plan.hosts:
-            exported[ranks[0]] += len(ranks) - 1
-        down, up = 2 * self.weight_bytes * weights, self.gradient_bytes * weights
-        # Both directions at once: a home sends weights and receives gradients, a host the other way round.
-        busiest = max(max(e * down + h * up, h * down + e * up) for e, h in zip(exported, hosted, strict=True))
-        return busiest / self.bandwidth
-
     def replica_bytes(self, plan: Plan) -> int:
         """On the wire in one layer and microbatch, all replicas together."""
         weights = 3 * self.dim * self.expert_dim

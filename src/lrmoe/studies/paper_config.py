@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lrmoe.cluster import Elementwise, Hardware, ModelShape, hardware, model
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 Config = TypeVar("Config", bound="PaperConfig")
 GIB = 2**30
+DEFAULT_MODEL, DEFAULT_HARDWARE = "qwen3-30b-a3b", "h100"
+FASTER = 0.97
+"""Replicas pay where they bring a layer's time to at most this much of fixed ownership's."""
 ELEMENTWISE: tuple[Elementwise, ...] = ("plain", "fused")
 
 
@@ -28,8 +31,8 @@ class PaperConfig:
         ValueError: naming the field, the value and what it may be.
     """
 
-    model: str = described("qwen3-30b-a3b", "preset, or a Transformers config.json")
-    hardware: str = described("h100", "preset, or a TOML or JSON file")
+    model: str = described(DEFAULT_MODEL, "preset, or a Transformers config.json")
+    hardware: str = described(DEFAULT_HARDWARE, "preset, or a TOML or JSON file")
     ep: int = described(8, "ranks that the experts lie on")
     seq: int = described(4096, "tokens of a sequence")
     microbatch: int = described(1, "sequences of a rank in one forward")
@@ -118,6 +121,52 @@ def read_settings(kind: type[Config], given: Mapping[str, Any]) -> Config:
         check_files(trace=given.get("trace"), loads=given.get("loads"))
     problems.tell()
     return config
+
+
+def experts_of(which: str, *, dim: int | None = None, expert_dim: int | None = None) -> ModelShape:
+    """A model by name or file, with other widths where they are given.
+
+    Raises:
+        ValueError: where it is neither a preset nor a config.json, or a width is no count.
+    """
+    shape = model(which)
+    if dim is None and expert_dim is None:
+        return shape
+    wide = shape.dim if dim is None else require_count("dim", dim, least=1)
+    narrow = shape.expert_dim if expert_dim is None else require_count("expert_dim", expert_dim, least=1)
+    return replace(shape, dim=wide, expert_dim=narrow, name=f"experts of {wide} x {narrow}", source="widths as given")
+
+
+def rates_of(which: str, *, flops: float | None = None, bandwidth: float | None = None) -> Hardware:
+    """Hardware by name or file, with other rates, as they are reached, where they are given.
+
+    Raises:
+        ValueError: where it is neither a preset nor a file of one, or a rate is not a finite number above 0.
+    """
+    machine = hardware(which)
+    changed: dict[str, Any] = {}
+    for name, value in (("flops", flops), ("bandwidth", bandwidth)):
+        if value is not None and not 0 < require_number(name, value) < float("inf"):
+            raise ValueError(f"{name}={value!r} must be a finite number above 0")
+    if flops is not None:
+        changed |= {"flops": flops, "gemm_efficiency": 1.0}
+    if bandwidth is not None:
+        changed |= {"intra_bytes_per_s": bandwidth, "inter_bytes_per_s": bandwidth, "link_efficiency": 1.0}
+    return replace(machine, **changed, source=f"{machine.source}; rates as given") if changed else machine
+
+
+def assumptions(shape: ModelShape, machine: Hardware) -> str:
+    """What a layer's time is worked out with, in a line for a reader."""
+    links = dict.fromkeys(
+        f"{rate * machine.link_efficiency / 1e9:,.3g}"
+        for rate in (machine.intra_bytes_per_s, machine.inter_bytes_per_s)
+    )
+    return (
+        f"{shape.name}, {shape.dim} x {shape.expert_dim}, {shape.top_k} a token, on {machine.name}: "
+        f"{machine.flops * machine.gemm_efficiency / 1e12:,.3g} Tflop/s and {' and '.join(links)} GB/s each way"
+        f"{' (in a node and between nodes)' if len(links) > 1 else ''} reached; save=preactivation, activations plain, "
+        "nothing recomputed, nothing overlaps"
+    )
 
 
 # Settings that both verbs have too, each in its own place among those that only one of them has.

@@ -13,16 +13,15 @@ from itertools import groupby
 from typing import Any, get_args
 
 from lrmoe.balance import Plan, get
-from lrmoe.cluster import Elementwise, Hardware, Memory, ModelShape, Precision, layer_time, memory
+from lrmoe.cluster import Elementwise, Hardware, Memory, ModelShape, Precision, memory
 from lrmoe.config import Quota, Save
-from lrmoe.studies.balance import Contender, break_even
-from lrmoe.studies.expert import Expert
+from lrmoe.evenness import max_over_mean, mean_of_loaded
 from lrmoe.studies.loads import mean
+from lrmoe.studies.paper_config import FASTER
+from lrmoe.studies.price import Contender, Price, break_even, pays
 from lrmoe.studies.replay import Record
 from lrmoe.studies.routing import Routing
 
-FASTER = 0.97
-"""Replicas are worth having where they bring the time to at most this much of fixed ownership's."""
 STEP = 0.01
 """Drops are tried in these steps."""
 
@@ -59,18 +58,15 @@ class Case:
     precision: Precision = field(default_factory=Precision)
     memory: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def expert(self) -> Expert:
-        """Size and rates as :func:`lrmoe.studies.balance.break_even` takes them, links between nodes where ranks are
-        on several."""
-        rate = self.hardware
-        wide = self.ranks > rate.ranks_per_node
-        link = rate.inter_bytes_per_s if wide else rate.intra_bytes_per_s
-        return Expert(
-            dim=self.model.dim,
-            expert_dim=self.model.expert_dim,
-            flops=rate.flops * rate.gemm_efficiency,
-            bandwidth=link * rate.link_efficiency,
+    def price(self, save: Save) -> Price:
+        """What a layer's time is worked out with."""
+        return Price(
+            model=self.model,
+            hardware=self.hardware,
+            save=save,
+            elementwise=self.elementwise,
+            precision=self.precision,
+            recompute=bool(self.memory.get("recompute")),
         )
 
 
@@ -92,7 +88,8 @@ class Planner:
     def __init__(self, case: Case) -> None:
         self.case = case
         self._plans: dict[tuple[str, int, float], list[Plan]] = {}
-        self._crossover: dict[tuple[str, int], float | None] = {}
+        self._seconds: dict[tuple[str, int, float, Save], tuple[float, float]] = {}
+        self._crossover: dict[tuple[str, int], dict[Save, float | None]] = {}
 
     @property
     def options(self) -> list[Option]:
@@ -138,25 +135,19 @@ class Planner:
     def seconds(self, option: Option, drop: float, save: Save) -> tuple[float, float]:
         """Of all MoE layers in a microbatch, forward and backward: modelled, and if every phase took its mean rank's
         time. With recomputation the forward counts twice."""
-        case = self.case
-        times = [
-            layer_time(
-                plan,
-                case.model,
-                case.hardware,
-                precision=case.precision,
-                save=save,
-                elementwise=case.elementwise,
-            )
-            for plan in self.plans(option, drop)
-        ]
-        layers = case.model.moe_layers
-        again = 1.0 if case.memory.get("recompute") else 0.0
-        seconds = [one.seconds + again * one.of("forward") for one in times]
-        even = [
-            one.balanced + again * sum(phase.mean for phase in one.phases if phase.of == "forward") for one in times
-        ]
-        return layers * mean(seconds), layers * mean(even)
+        key = option.policy, option.slots, drop, save
+        if key not in self._seconds:
+            price, layers = self.case.price(save), self.case.model.moe_layers
+            times = [price.time(plan) for plan in self.plans(option, drop)]
+            whole, even = mean([one.seconds for one in times]), mean([one.balanced for one in times])
+            self._seconds[key] = layers * whole, layers * even
+        return self._seconds[key]
+
+    def pays(self, option: Option, save: Save) -> bool:
+        """Whether the option's replicas are worth their time at this case's tokens, nothing dropped."""
+        home, _ = self.seconds(Option(policy="fixed", slots=0), 0.0, save)
+        planned, _ = self.seconds(option, 0.0, save)
+        return pays(home, planned, mean([plan.num_replicas for plan in self.plans(option, 0.0)]))
 
     def least_drop(self, option: Option, save: Save) -> float | None:
         """The least drop in steps of :data:`STEP` at which every rank fits; None if not even the largest does."""
@@ -171,15 +162,16 @@ class Planner:
             low, high = (low, middle) if self._fits(option, self._drop(middle), save) else (middle, high)
         return self._drop(high)
 
-    def crossover(self, option: Option) -> float | None:
+    def crossover(self, option: Option, save: Save) -> float | None:
         """Tokens a rank from which on the replicas pay, as ``lrmoe balance`` says; None if they never do."""
         key = option.policy, option.slots
         if key not in self._crossover:
             case = self.case
             contender = Contender(label=option.label, policy=self._policy(option))
-            found = break_even(contender, case.routing.lam, top_k=case.model.top_k, expert=case.expert)
-            self._crossover[key] = found["tokens"]
-        return self._crossover[key]
+            modes: tuple[Save, ...] = get_args(Save)
+            found = break_even(contender, case.routing.lam, prices=[case.price(mode) for mode in modes], at=case.tokens)
+            self._crossover[key] = {mode: one["tokens"] for mode, one in zip(modes, found, strict=True)}
+        return self._crossover[key][save]
 
     def _drop(self, steps: int) -> float:
         return min(round(steps * STEP, 10), self.case.max_drop)
@@ -211,7 +203,7 @@ def study(case: Case, progress: Callable[[str], None] | None = None) -> list[Rec
         ``fits_exactly``, ``drop`` (the least that fits, None if none does), ``bytes`` (at that drop, else at the
         largest), ``seconds`` (of all MoE layers in a microbatch, at that drop), ``over_fixed`` (over fixed ownership's
         without a drop), ``over_even`` (over perfectly even ranks without replicas or a drop), ``at_most_drop`` (the
-        same two and ``bytes`` at the largest drop), ``crossover`` and ``pays`` (see :meth:`Planner.crossover`),
+        same two and ``bytes`` at the largest drop), ``crossover`` and ``pays`` (see :class:`Planner`),
         ``busiest`` (largest over mean rows of a rank in the forward) and ``replicas`` of a record at the drop.
     """
     planner = Planner(case)
@@ -220,7 +212,6 @@ def study(case: Case, progress: Callable[[str], None] | None = None) -> list[Rec
     for option in planner.options:
         if progress is not None:
             progress(option.label)
-        crossover = planner.crossover(option) if option.slots else 0.0
         for save in get_args(Save):
             drop = planner.least_drop(option, save)
             shown = case.max_drop if drop is None else drop
@@ -246,9 +237,9 @@ def study(case: Case, progress: Callable[[str], None] | None = None) -> list[Rec
                         "over_fixed": most / fixed,
                         "bytes": planner.memory(option, case.max_drop, save).total,
                     },
-                    "crossover": crossover,
-                    "pays": crossover is not None and case.tokens >= crossover,
-                    "busiest": mean([_busiest(plan) for plan in plans]),
+                    "crossover": planner.crossover(option, save) if option.slots else 0.0,
+                    "pays": bool(option.slots) and planner.pays(option, save),
+                    "busiest": mean_of_loaded([max_over_mean(plan.rows_EG.sum(0).tolist()) for plan in plans]),
                     "replicas": mean([plan.num_replicas for plan in plans]),
                 }
             )
@@ -258,29 +249,17 @@ def study(case: Case, progress: Callable[[str], None] | None = None) -> list[Rec
 def recommend(records: Sequence[Record], case: Case) -> tuple[Record | None, str]:
     """The setting to use, None if none fits, and one sentence that says it with its reason.
 
-    Nothing is dropped unless nothing fits without. Replicas are recommended for time only from the crossover on that
-    ``lrmoe balance`` gives, and where the model says that they are worth at least three per cent.
+    Nothing is dropped unless nothing fits without. Replicas are recommended for time only where they pay, which is what
+    ``lrmoe balance`` says of the same loads, model and hardware: see :mod:`lrmoe.studies.price`.
     """
     budget = f"{case.budget / 2**30:.4g} GiB"
     exact = [one for one in records if one["fits_exactly"]]
     at_home = min((one for one in exact if one["policy"] == "fixed"), key=_time, default=None)
     paying = min((one for one in exact if one["slots"] and one["pays"]), key=_time, default=None)
     if at_home is not None and (paying is None or paying["seconds"] > FASTER * at_home["seconds"]):
-        if paying is None:
-            tokens = [one["crossover"] for one in records if one["slots"] and one["crossover"] is not None]
-            why = (
-                f"replicas pay from about {min(tokens):,.0f} tokens a rank on and there are {case.tokens:,}"
-                if tokens and case.tokens < min(tokens)
-                else "no replica is planned, or none pays, at any size"
-            )
-        else:
-            why = (
-                f"the best replicas ({paying['label']}) would bring the MoE time to {paying['over_fixed']:.2f} of what "
-                "it is"
-            )
         return at_home, (
             f"Leave it off: fixed ownership with save={at_home['save']} and no drop fits in {budget} "
-            f"({_gib(at_home['bytes'])} on the fullest rank), and {why}."
+            f"({_gib(at_home['bytes'])} on the fullest rank), and {_why_at_home(records, case, at_home)}."
         )
     if paying is not None:
         but = "" if at_home is not None else "; fixed ownership does not fit"
@@ -311,14 +290,28 @@ def recommend(records: Sequence[Record], case: Case) -> tuple[Record | None, str
     )
 
 
+def _why_at_home(records: Sequence[Record], case: Case, at_home: Record) -> str:
+    """Why no replicas are recommended where fixed ownership fits."""
+    if case.ranks == 1:
+        return "on one rank there is nothing to balance"
+    having = [one for one in records if one["slots"]]
+    if not having:
+        return "no slots are asked about"
+    crossovers = [one["crossover"] for one in having if one["crossover"] is not None]
+    if crossovers and case.tokens < min(crossovers):
+        return f"replicas pay from about {min(crossovers):,.0f} tokens a rank on and there are {case.tokens:,}"
+    if not any(one["replicas"] for one in having):
+        return "no replica is planned for these loads"
+    if not any(one["fits_exactly"] for one in having):
+        return "no setting with replicas does"
+    best = min((one for one in having if one["fits_exactly"]), key=_time)
+    return (
+        f"the best replicas ({best['label']}) would bring the MoE time to {best['seconds'] / _time(at_home):.3f} of it"
+    )
+
+
 def _time(record: Record) -> float:
     return float(record["seconds"])
-
-
-def _busiest(plan: Plan) -> float:
-    rows_G = plan.rows_EG.sum(0)
-    total = int(rows_G.sum())
-    return int(rows_G.max()) * rows_G.numel() / total if total else 1.0
 
 
 def _gib(number: float) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from lrmoe.balance import BudgetExceeded, Plan, Policy, get
-from lrmoe.studies.costs import max_over_mean
+from lrmoe.evenness import max_over_mean
 from lrmoe.studies.loads import mean, scaled_loads
 from lrmoe.studies.pair_bytes import PairBytes, Slopes, slopes
 from lrmoe.studies.replay import Choice, Setting
@@ -272,7 +272,8 @@ def _one(
         "batch": result.batch,
         "backward": result.backward,
         "kept_least": float((kept_E / rows_E.clamp(min=1))[loaded_E].min()) if bool(loaded_E.any()) else 1.0,
-        "busiest": max_over_mean(plan.rows_EG.sum(0)),
+        # There are rows: loads without any are refused before.
+        "busiest": max_over_mean(plan.rows_EG.sum(0).tolist()),
         "replicas": plan.num_replicas,
         "held": held,
         "demand": result.demand,

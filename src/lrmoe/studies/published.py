@@ -46,10 +46,10 @@ def at_one(skew: float, assumed: Assumed) -> Record:
     """Memory and the backward's time at pressure 1, of fixed ownership and of LRMoE.
 
     Returns:
-        ``skew``, ``base`` and ``replicas`` (GiB); under ``fixed`` and ``lrmoe``: ``busiest`` (kept rows of the rank
-        with most over the mean rows), ``buffers`` (GiB of the fullest rank, by way of counting), and, with plain
-        activations as this library runs them on a GPU and with fused ones, ``backward_ms`` and ``experts_ms`` (of the
-        backward all phases, and the experts alone).
+        ``skew``, ``base`` and ``replicas`` (GiB); under ``fixed`` and ``lrmoe``: ``kept_of_mean_rows`` (kept rows of
+        the rank with most over the mean of all rows), ``buffers`` (GiB of the fullest rank, by way of counting), and,
+        with plain activations as this library runs them on a GPU and with fused ones, ``backward_ms`` and
+        ``experts_ms`` (of the backward all phases, and the experts alone).
     """
     model, slots = assumed.model, assumed.slots
     lam_GE = skewed_loads(
@@ -68,7 +68,7 @@ def at_one(skew: float, assumed: Assumed) -> Record:
     for name, plan in plans.items():
         times = {how: layer_time(plan, model, assumed.hardware, elementwise=how) for how in ELEMENTWISE}
         record[name] = {
-            "busiest": int(plan.quota_EG.sum(0).max()) / mean_rows,
+            "kept_of_mean_rows": int(plan.quota_EG.sum(0).max()) / mean_rows,
             "buffers": {which: _buffers(plan, accounting(which, model), model) for which in ("kept", "operator")},
             "backward_ms": {how: 1e3 * one.of("backward") for how, one in times.items()},
             "experts_ms": {how: 1e3 * one["backward experts"] for how, one in times.items()},

@@ -1,7 +1,8 @@
 """A run's loads played to a balancing policy, record by record, as the engine would: plan, observe, step.
 
-Nothing runs here but the planners. Rows and bytes are counted, planning is timed, all other times are modelled: see
-:mod:`lrmoe.studies.costs` and :mod:`lrmoe.studies.systems`.
+Nothing runs here but the planners. Rows and bytes are counted, planning is timed, all other times are modelled: a
+layer's as :mod:`lrmoe.studies.price` has it, for ``lrmoe plan`` too, and what each system sends for its copies and
+moves as :mod:`lrmoe.studies.costs` and :mod:`lrmoe.studies.systems` have it.
 
 Shapes: E experts, G ranks.
 """
@@ -21,12 +22,15 @@ from torch import Tensor
 
 from lrmoe.balance import Plan, Policy, get
 from lrmoe.balance.ownership import HistoryPolicy, Move
+from lrmoe.cluster.time import Pass
 from lrmoe.config import Quota
-from lrmoe.studies.costs import KINDS, Transfer, compute_seconds, max_over_mean, token_transfers
+from lrmoe.evenness import max_over_mean, mean_of_loaded
+from lrmoe.studies.costs import KINDS, Transfer, token_transfers
 from lrmoe.studies.expert import Expert
 from lrmoe.studies.loads import mean
+from lrmoe.studies.price import TRAFFIC, Price
 from lrmoe.studies.routing import Routing, p95
-from lrmoe.studies.systems import SYSTEMS, Peaks, Sizes
+from lrmoe.studies.systems import SYSTEMS, Peaks, SharedSlots, Sizes
 
 Record = dict[str, Any]
 TOTAL_SLOTS = ("symi", "laer", "flexmoe")
@@ -83,6 +87,7 @@ class Setting:
 
     Args:
         sizes: experts, ranks, layers, size of an expert.
+        price: what a layer's time is worked out with.
         slots: experts that a rank may hold on top of its own.
         capacity: rows that the backward of a rank may keep, for policies that know one; None for no limit.
         floor: rows that a replica of UltraEP must at least take where its fast path fails.
@@ -90,6 +95,7 @@ class Setting:
     """
 
     sizes: Sizes
+    price: Price = field(default_factory=Price)
     slots: int = 1
     capacity: float | None = None
     floor: int = 1024
@@ -155,11 +161,11 @@ def replay(choice: Choice, routing: Routing, setting: Setting, *, drop: float = 
     Returns:
         ``record`` holds ``policy``, ``drop``, ``reason`` (why it cannot run, or None; then what follows is None):
         ``forward_mean``, ``forward_p95``, ``kept_mean``, ``kept_p95``: largest over mean rows of a rank, and of the
-        rows that the backward keeps, mean and 95th percentile over records; ``kept_share``; ``replicas``, mean of a
-        record; ``bytes`` by kind, of all ranks and layers in a step; ``memory`` by kind, of the fullest rank;
-        ``plan_ms`` of a record and ``decide_ms`` of a step, CPU time; ``time_ms``, modelled, of all MoE layers in a
-        step: ``compute``, ``tokens``, ``copies`` (around layers), ``step`` (around the optimizer step), ``total``, and
-        ``hidden``, the total if copies hide behind the computing of their layer.
+        rows that the backward keeps, mean and 95th percentile over the records that have any, None where none has;
+        ``kept_share``; ``replicas``, mean of a record; ``bytes`` by kind, of all ranks and layers in a step; ``memory``
+        by kind, of the fullest rank; ``plan_ms`` of a record and ``decide_ms`` of a step, CPU time; ``time_ms``,
+        modelled, of all MoE layers in a step: ``compute``, ``tokens``, ``copies`` (around layers), ``step`` (around the
+        optimizer step), ``total``, and ``hidden``, the total if copies hide behind the computing of their layer.
     """
     record: Record = {"policy": choice.label, "system": choice.name, "drop": drop, "reason": None}
     record |= dict.fromkeys(_FIELDS)
@@ -223,14 +229,20 @@ class _Run:
         held_G = torch.tensor([len(experts) for experts in plan.slots], device="cpu")
         self._held_G += held_G
         self.peaks.layer_replicas = max(self.peaks.layer_replicas, int(held_G.max()))
-        rows_in_passes = token_transfers(plan, self.expert)
+        phases = self.setting.price.time(plan).phases
+        passes: tuple[Pass, Pass] = ("forward", "backward")
         copies_in_passes = self.system.forward(plan), self.system.backward(plan)
-        for compute, rows, copies in zip(
-            compute_seconds(plan, self.expert), rows_in_passes, copies_in_passes, strict=True
-        ):
+        for which, rows, copies in zip(passes, token_transfers(plan, self.expert), copies_in_passes, strict=True):
+            self._count(rows)
+            own = [phase for phase in phases if phase.of == which]
+            compute = sum(phase.seconds for phase in own if phase.kind == "compute")
+            travelling = sum(p.seconds for p in own if p.kind == "network" and p.name not in TRAFFIC)
             copying = self._send(copies)
+            if type(self.system) is SharedSlots:
+                # The engine's own traffic, of which a layer's phases know between which ranks it goes.
+                copying = sum(phase.seconds for phase in own if phase.name in TRAFFIC)
             self.seconds["compute"] += compute
-            self.seconds["tokens"] += self._send(rows)
+            self.seconds["tokens"] += travelling
             self.seconds["copies"] += copying
             self.seconds["exposed"] += max(copying - compute, 0.0)
         rows_G, kept_G = plan.rows_EG.sum(0), plan.quota_EG.sum(0)
@@ -257,8 +269,9 @@ class _Run:
 
     def result(self) -> Record:
         """See :func:`replay`."""
-        forward = [max_over_mean(torch.tensor(line["rows"], device="cpu")) for line in self.lines]
-        kept = [max_over_mean(torch.tensor(line["kept"], device="cpu")) for line in self.lines]
+        ratios = [(max_over_mean(line["rows"]), max_over_mean(line["kept"])) for line in self.lines]
+        forward = [ratio for ratio, _ in ratios if ratio is not None]
+        kept = [ratio for _, ratio in ratios if ratio is not None]
         rows, kept_rows = (sum(sum(line[name]) for line in self.lines) for name in ("rows", "kept"))
         held = self.system.memory(self.peaks)
         time_ms = {name: 1e3 * seconds / self.steps for name, seconds in self.seconds.items()}
@@ -266,10 +279,10 @@ class _Run:
         time_ms["total"] = sum(time_ms.values())
         time_ms["hidden"] = time_ms["total"] - time_ms["copies"] + exposed
         return {
-            "forward_mean": mean(forward),
-            "forward_p95": p95(forward),
-            "kept_mean": mean(kept),
-            "kept_p95": p95(kept),
+            "forward_mean": mean_of_loaded(forward),
+            "forward_p95": p95(forward) if forward else None,
+            "kept_mean": mean_of_loaded(kept),
+            "kept_p95": p95(kept) if kept else None,
             "kept_share": kept_rows / rows if rows else 1.0,
             "replicas": mean([line["replicas"] for line in self.lines]),
             "bytes": {kind: total / self.steps for kind, total in self.bytes.items()},
@@ -279,11 +292,15 @@ class _Run:
             "time_ms": time_ms,
         }
 
-    def _send(self, transfers: Sequence[Transfer]) -> float:
-        """Counts the bytes; the transfers go one after another."""
+    def _count(self, transfers: Sequence[Transfer]) -> None:
         for transfer in transfers:
             self.bytes[transfer.kind] += transfer.total
-        return sum(transfer.seconds(self.expert.bandwidth) for transfer in transfers)
+
+    def _send(self, transfers: Sequence[Transfer]) -> float:
+        """Counts the bytes; the transfers go one after another, each after the latency of a collective."""
+        self._count(transfers)
+        latency = self.setting.price.hardware.latency_s
+        return sum(one.seconds(self.expert.bandwidth) + latency for one in transfers if one.total)
 
 
 def compare(
@@ -323,7 +340,7 @@ def verdict(record: Record, fixed: Record) -> Record:
     if mine["total"] > 1.0005 * base["total"]:
         hidden = "; faster if its copies hide" if mine["hidden"] < base["hidden"] else ""
         worse.append(f"slower than fixed{hidden}")
-    if record["forward_mean"] > 1.0005 * fixed["forward_mean"]:
+    if record["forward_mean"] is not None and record["forward_mean"] > 1.0005 * fixed["forward_mean"]:
         worse.append("less even than fixed")
     ratio = mine["total"] / base["total"] if base["total"] else 1.0
     return {"against_fixed": ratio, "verdict": ", ".join(worse)}

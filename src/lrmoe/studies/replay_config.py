@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lrmoe.balance import names
 from lrmoe.balance.shapes import WORKLOADS
+from lrmoe.cluster import Hardware, ModelShape
 from lrmoe.config import require_count
 from lrmoe.problems import Problems
-from lrmoe.studies.expert import Expert
+from lrmoe.studies.paper_config import DEFAULT_HARDWARE, DEFAULT_MODEL, experts_of, rates_of
 from lrmoe.studies.sources import check_one_source, check_planning, check_sizes
 from lrmoe.training.config import described
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 SYNTHETIC_STEPS = 40
 _SIZES = {"experts": 128, "ranks": 8, "tokens": 4096, "top_k": 8, "seed": 0, "steps": SYNTHETIC_STEPS}
-_WIDTHS = {"dim": 2048, "expert_dim": 768}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,8 @@ class ReplayConfig:
     """What is played to which policies.
 
     The loads come from exactly one of ``trace`` and ``workload``. Sizes that are None are those of a trace, or 128
-    experts, 8 ranks, 4096 tokens and 8 experts a token for a workload; experts' widths that are None those that a trace
-    names, or 2048 and 768.
+    experts, 8 ranks, 4096 tokens and 8 experts a token for a workload. Experts' widths that are None are the model's,
+    without one those that a trace names, else the default model's.
 
     Raises:
         ValueError: naming the field, the value and what it may be.
@@ -55,10 +55,12 @@ class ReplayConfig:
     slots: int = described(1, "experts a rank may hold on top of its own")
     capacity: float | None = described(None, "rows whose backward a rank can hold; default: no limit")
     floor: int = described(1024, "rows that a replica of UltraEP must take where its fast path fails")
-    dim: int | None = described(None, "model width; default: the trace's, else 2048")
-    expert_dim: int | None = described(None, "expert width; default: the trace's, else 768")
-    flops: float = described(4e14, "operations a second that a rank reaches")
-    bandwidth: float = described(4e11, "bytes a second between a rank and the others, each way")
+    model: str | None = described(None, "preset, or a config.json: whose experts; default: the trace's widths")
+    hardware: str = described(DEFAULT_HARDWARE, "preset, or a TOML or JSON file")
+    dim: int | None = described(None, "model width, in place of the model's")
+    expert_dim: int | None = described(None, "expert width, in place of the model's")
+    flops: float | None = described(None, "operations a second that a rank reaches, in place of the hardware's")
+    bandwidth: float | None = described(None, "bytes a second to other ranks, each way, in place of the hardware's")
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -81,7 +83,9 @@ class ReplayConfig:
         with problems:
             check_planning(drop=self.drop, quota=self.quota, slots=self.slots, capacity=self.capacity, floor=self.floor)
         with problems:
-            self.expert({})  # Checks its part.
+            self.shape_of_experts({})
+        with problems:
+            self.machine()
         problems.tell()
 
     def choices(self) -> list[Choice]:
@@ -106,23 +110,33 @@ class ReplayConfig:
         }
         return synthetic(self.workload, skew=self.skew, **sizes)
 
-    def expert(self, about: dict[str, Any]) -> Expert:
-        """Its widths and the rates; ``about`` is what a trace says of its model."""
-        widths = {}
-        for name, default in _WIDTHS.items():
-            own, told = getattr(self, name), about.get(name)
-            widths[name] = own if own is not None else told if isinstance(told, int) and told > 0 else default
-        return Expert(flops=self.flops, bandwidth=self.bandwidth, **widths)
+    def shape_of_experts(self, about: dict[str, Any]) -> ModelShape:
+        """Whose experts; ``about`` is what a trace says of its model."""
+        own: dict[str, int | None] = {"dim": self.dim, "expert_dim": self.expert_dim}
+        for name in own if self.model is None else ():
+            told = about.get(name)
+            if own[name] is None and isinstance(told, int) and told > 0:
+                own[name] = told
+        shape = experts_of(self.model or DEFAULT_MODEL, **own)
+        choices = about.get("top_k") or self.top_k or shape.top_k
+        return replace(shape, top_k=choices, num_experts=max(choices, shape.num_experts))
+
+    def machine(self) -> Hardware:
+        """What the ranks are; ValueError where it is neither a preset nor a file of one."""
+        return rates_of(self.hardware, flops=self.flops, bandwidth=self.bandwidth)
 
     def setting(self, routing: Routing) -> Setting:
         """What the policies share."""
+        from lrmoe.studies.price import Price
         from lrmoe.studies.replay import Setting
         from lrmoe.studies.systems import Sizes
 
         _, ranks, experts = routing.shape
         layers = len(set(routing.layer)) if self.layers is None else self.layers
+        price = Price(model=self.shape_of_experts(routing.about), hardware=self.machine())
         return Setting(
-            sizes=Sizes(experts=experts, ranks=ranks, layers=layers, expert=self.expert(routing.about)),
+            sizes=Sizes(experts=experts, ranks=ranks, layers=layers, expert=price.expert(ranks)),
+            price=price,
             slots=self.slots,
             capacity=self.capacity,
             floor=self.floor,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import lrmoe
 from lrmoe.studies.costs import KINDS
+from lrmoe.studies.paper_config import assumptions
 from lrmoe.studies.replay import Outcome, Record, Setting, compare
 from lrmoe.studies.replay_config import ReplayConfig
 from lrmoe.studies.routing import Routing
@@ -69,6 +70,7 @@ class ReplayResult:
             },
             "produced": self.routing.produced(),
             "sizes": asdict(self.setting.sizes),
+            "assumed": assumptions(self.setting.price.model, self.setting.price.hardware),
             "traffic": {name: system.describes for name, system in SYSTEMS.items()},
             "policies": [outcome.record for outcome in self.outcomes],
             "notes": notes([outcome.record for outcome in self.outcomes]),
@@ -105,14 +107,21 @@ def describe(summary: Record) -> list[str]:
     shape, produced = summary["shape"], summary["produced"]
     pairs = {f"{produced[name]:,}" for name in ("pairs_min", "pairs_max")}
     layers = len(shape["layers"])
-    return [
+    said = [
         f"loads: {summary['source']}",
         f"{shape['records']:,} records ({shape['steps']:,} steps, {layers} layer{'s' * (layers > 1)}), "
         f"{shape['experts']} experts on {shape['ranks']} ranks, {' to '.join(sorted(pairs, key=len))} pairs a record",
+    ]
+    if produced["skew_mean"] is None:
+        return [*said, "there is no load: no pair of any record goes to any expert, so nothing is even or uneven"]
+    said.append(
         f"as produced: busiest over mean rank {produced['skew_mean']:.3f} (95 %: {produced['skew_p95']:.3f}, most "
         f"{produced['skew_max']:.3f}); in the emptiest record {produced['experts_used']} experts and "
-        f"{produced['ranks_used']} ranks have load, {produced['sources_used']} ranks have tokens",
-    ]
+        f"{produced['ranks_used']} ranks have load, {produced['sources_used']} ranks have tokens"
+    )
+    if shape["ranks"] == 1:
+        said.append("one rank: it computes every expert, so there is nothing to balance")
+    return [*said, f"times of a layer: {summary['assumed']}"]
 
 
 def notes(records: list[Record]) -> list[str]:
@@ -125,7 +134,7 @@ def notes(records: list[Record]) -> list[str]:
         elif record["verdict"]:
             said.append(
                 f"{who}: {record['verdict']} ({record['time_ms']['total']:.3g} ms a step, "
-                f"{record['against_fixed']:.2f} x; busiest rank {record['forward_mean']:.2f})"
+                f"{record['against_fixed']:.2f} x; busiest rank {_ratio(record['forward_mean'])})"
             )
     return said
 
@@ -139,7 +148,10 @@ def cells(record: Record) -> list[str]:
     return [
         name,
         drop,
-        *(f"{record[key]:.3f}" for key in ("forward_mean", "forward_p95", "kept_mean", "kept_p95")),
+        *(
+            "-" if record[key] is None else f"{record[key]:.3f}"
+            for key in ("forward_mean", "forward_p95", "kept_mean", "kept_p95")
+        ),
         f"{record['replicas']:.1f}",
         *(_size(record["bytes"][kind]) for kind in KINDS),
         _size(record["memory"]["total"]),
@@ -156,7 +168,11 @@ def short_cell(record: Record) -> str:
     if record["reason"] is not None:
         return "cannot run"
     ratio = f"{record['against_fixed']:.2f}"
-    return f"{record['forward_mean']:.2f}, {f'**{ratio}**' if 'slower' in record['verdict'] else ratio}"
+    return f"{_ratio(record['forward_mean'])}, {f'**{ratio}**' if 'slower' in record['verdict'] else ratio}"
+
+
+def _ratio(value: float | None) -> str:
+    return "without load" if value is None else f"{value:.2f}"
 
 
 def _size(number_of_bytes: float) -> str:

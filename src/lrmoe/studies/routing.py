@@ -47,19 +47,20 @@ class Routing:
     def produced(self) -> dict[str, Any]:
         """What the loads came out as, whatever they were meant to be.
 
-        ``skew_mean``, ``skew_p95``, ``skew_max``: largest over mean rows of a rank with every expert at home;
+        ``skew_mean``, ``skew_p95``, ``skew_max``: largest over mean rows of a rank with every expert at home, of the
+        records with any pair, None where none has;
         ``pairs_min``, ``pairs_max`` of a record; and the fewest of a record: ``experts_used``, ``ranks_used`` (with
         rows for their experts) and ``sources_used`` (with pairs of their own).
         """
         _, num_ranks, num_experts = self.shape
         home_E = torch.tensor(home_ranks(num_experts, num_ranks), device="cpu")
-        skews = [skew_of(lam_GE) for lam_GE in self.lam]
+        skews = [skew for lam_GE in self.lam if (skew := skew_of(lam_GE)) is not None]
         loads = [lam_GE.sum(0) for lam_GE in self.lam]
         pairs = [int(load_E.sum()) for load_E in loads]
         return {
-            "skew_mean": mean(skews),
-            "skew_p95": p95(skews),
-            "skew_max": max(skews),
+            "skew_mean": mean(skews) if skews else None,
+            "skew_p95": p95(skews) if skews else None,
+            "skew_max": max(skews, default=None),
             "pairs_min": min(pairs),
             "pairs_max": max(pairs),
             "experts_used": min(int((load_E > 0).sum()) for load_E in loads),

@@ -13,8 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from lrmoe.balance import get
-from lrmoe.studies.balance import Contender, measure
+from lrmoe.studies.balance import measure
 from lrmoe.studies.loads import skew_of
+from lrmoe.studies.price import Contender
 
 Record = dict[str, Any]
 BELOW_MEAN = 0.9

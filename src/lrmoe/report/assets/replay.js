@@ -10,7 +10,7 @@
   const panels = [...document.querySelectorAll(".panel")];
   const number = new Intl.NumberFormat("en");
   const sum = (rows) => rows.reduce((a, b) => a + b, 0);
-  const ratio = (rows) => (sum(rows) > 0 ? (Math.max(...rows) * rows.length) / sum(rows) : 1);
+  const ratio = (rows) => (sum(rows) > 0 ? (Math.max(...rows) * rows.length) / sum(rows) : null);
   const several = bars.frames.some((frame) => frame[1] > 0);
 
   function show() {
@@ -36,8 +36,9 @@
     element.hidden = false;
     const said = panel.querySelector(".ratio");
     const after = ratio(rows), before = home.length ? ratio(home) : after;
-    said.innerHTML = `busiest / mean <b>${after.toFixed(2)}</b>, at home ${before.toFixed(2)}`;
-    said.classList.toggle("worse", after > before * 1.0005);
+    // Without rows nothing is even or uneven.
+    said.innerHTML = after === null || before === null ? "no load" : `busiest / mean <b>${after.toFixed(2)}</b>, at home ${before.toFixed(2)}`;
+    said.classList.toggle("worse", after !== null && before !== null && after > before * 1.0005);
     const ranks = rows.map((_, rank) => rank), mean = sum(rows) / rows.length;
     const bar = (y, name, width, color) => ({ type: "bar", x: ranks, y, name, width, marker: { color }, hovertemplate: "%{y:,}" });
     const layout = {
