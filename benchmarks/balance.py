@@ -10,6 +10,7 @@ rows and replicas are counted.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def main() -> None:
         for policy in record["below_mean"]["policies"][:2]:
             print(policy["reason"])
     if arguments.out:
-        command = " ".join(["python benchmarks/balance.py", *sys.argv[1:]])
+        command = shlex.join(["python", "benchmarks/balance.py", *sys.argv[1:]])
         text = strict_json.dumps({"command": command, "records": records}, indent=1)
         arguments.out.write_text(text + "\n", encoding="utf-8")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import shlex
 import statistics
 import sys
 import time
@@ -348,7 +349,7 @@ def main() -> None:
     print("the order of the policies is the same" if agrees else "the order of the policies differs")
     if args.out:
         about = {
-            "command": "python benchmarks/cluster_model.py " + " ".join(sys.argv[1:]),
+            "command": shlex.join(["python", "benchmarks/cluster_model.py", *sys.argv[1:]]),
             "torch": torch.__version__,
             "threads": "1 a rank",
             "hardware": vars(hardware),

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def main() -> None:
         )
     if args.out:
         about = {
-            "command": "python benchmarks/critical_path.py " + " ".join(sys.argv[1:]),
+            "command": shlex.join(["python", "benchmarks/critical_path.py", *sys.argv[1:]]),
             "options": options,
             "tokens": "T a rank",
             "torch": torch.__version__,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -189,7 +190,7 @@ def main() -> None:
     print(f"selection and indexing: {result['bookkeeping_share_at_20']:.2%} of the backward at 20 %")
     if args.out:
         about = {
-            "command": "python benchmarks/layer.py " + " ".join(sys.argv[1:]),
+            "command": shlex.join(["python", "benchmarks/layer.py", *sys.argv[1:]]),
             "shape": vars(shape),
             "dtype": args.dtype,
             "rounds": args.rounds,

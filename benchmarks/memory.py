@@ -9,6 +9,7 @@ allocator's own events. The figures are the same on every run.
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -84,7 +85,7 @@ def main() -> None:
             f"{temporary / 2**20:16.1f}{temporary / int(host['temporary_bytes']):15.3f}"  # type: ignore[call-overload]
         )
     if args.out:
-        about = {"command": "python benchmarks/memory.py " + " ".join(sys.argv[1:]), "dtype": args.dtype}
+        about = {"command": shlex.join(["python", "benchmarks/memory.py", *sys.argv[1:]]), "dtype": args.dtype}
         result = about | {"shape": vars(shape), "torch": torch.__version__, "rows": rows}
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(strict_json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -14,6 +14,7 @@ import argparse
 import copy
 import os
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -126,7 +127,7 @@ def main() -> None:
     if arguments.out:
         text = strict_json.dumps(
             {
-                "command": " ".join(["python benchmarks/planning.py", *sys.argv[1:]]),
+                "command": shlex.join(["python", "benchmarks/planning.py", *sys.argv[1:]]),
                 "python": platform.python_version(),
                 "torch": torch.__version__,
                 "processors": os.cpu_count(),

@@ -8,6 +8,7 @@ Rows and bytes are counted and planning is timed; all other times are modelled (
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def main() -> None:
         parts.append(f'{strict_json.dumps(name)}: {strict_json.dumps(summary)[:-1]},\n"policies": [\n{lines}\n]}}')
     joined = ",\n".join(parts)
     arguments.out.write_text(f"{{\n{joined}\n}}\n", encoding="utf-8")
-    print(f"\npython benchmarks/replay.py {' '.join(sys.argv[1:])}")
+    print("\n" + shlex.join(["python", "benchmarks/replay.py", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

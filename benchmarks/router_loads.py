@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def main() -> None:
     # One matrix a line.
     lines = ",\n".join(json.dumps(matrix.tolist()) for matrix in matrices)
     arguments.out.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    print(f"python benchmarks/router_loads.py {' '.join(sys.argv[1:])}")
+    print(shlex.join(["python", "benchmarks/router_loads.py", *sys.argv[1:]]))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import platform
+import shlex
 import statistics
 import sys
 import time
@@ -157,7 +158,7 @@ def main() -> None:
         )
     if args.out:
         about = {
-            "command": "python benchmarks/two_ranks.py " + " ".join(sys.argv[1:]),
+            "command": shlex.join(["python", "benchmarks/two_ranks.py", *sys.argv[1:]]),
             "shape": {name: getattr(args, name) for name in "TDFEK"},
             "tokens": "T a rank",
             "layers": LAYERS,

@@ -280,12 +280,13 @@ def test_table_shows_what_is_missing_or_diverged_as_such() -> None:
     assert shown[2]["expert backward"] == shown[2]["saved for backward"] == "-"
     assert rows[0]["eval_loss_spread"] == 0.5
     assert rows[0]["eval_loss_std"] == pytest.approx(0.5 / math.sqrt(2))
-    note = footnote(rows, "C0")
+    note = footnote(rows, "C0", steps=40)
+    assert "training loss over the last 40 steps" in note
     assert "validation 0.5000 (std 0.3536)" in note
     assert "a|b diverged at step 7" in note
     lines = markdown(rows, note).splitlines()
     assert lines[3].startswith("| a\\|b |")
-    assert "One seed" in footnote(make_rows({"C0": [summary()]}, "C0"), "C0")
+    assert "One seed" in footnote(make_rows({"C0": [summary()]}, "C0"), "C0", steps=400)
 
 
 def test_killed_run_leaves_its_weights_only_until_it_is_finished(short: TrainConfig, tmp_path: Path) -> None:

@@ -290,11 +290,11 @@ def test_bad_settings_are_named(values: dict[str, Any], named: str) -> None:
 
 
 def test_the_command_of_a_study_is_what_makes_it() -> None:
-    text = command("quota", StudyConfig(steps=90, seeds=(4, 5), text="a b").given())
+    text = command("quota", StudyConfig(steps=90, seeds=(4, 5), text="a b").given(), out=Path("o"))
     for part in ("lrmoe study quota", "--steps 90", "--seeds 4,5", "--text 'a b'"):
         assert part in text
     assert "--lr" not in text
-    assert "--set ranks=4" in command("time_to_loss", {"ranks": 4, "seeds": (1,)})
+    assert "--set ranks=4" in command("time_to_loss", {"ranks": 4, "seeds": (1,)}, out=Path("o"))
 
 
 def test_settings_that_only_one_study_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,7 +58,10 @@ def run(given: dict[str, Any]) -> int:
     console.print(NOTE, markup=False)
     print_table(*throughput_rows(summary), note=f"The systems at {config.at:g} x, for other skews; synthetic loads.")
     if summary["published"]["rows"]:
-        print_table(*published_rows(summary), note="One layer at 1 x, as published and here; see lrmoe pressure --out.")
+        print_table(
+            *published_rows(summary),
+            note="As published, of how many layers is not said, and one layer at 1 x here; see lrmoe pressure --out.",
+        )
     console.print("\n".join(summary["notes"]), markup=False)
     if out is not None:
         console.print(f"report: {out / 'report.html'}", markup=False)

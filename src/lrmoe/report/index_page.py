@@ -193,7 +193,7 @@ def _trainings(entries: Sequence[Entry]) -> str:
         (_left("Model"), ""),
         (_left("Setting"), ""),
         ("Validation loss", "nats per token"),
-        ("Training loss", "last 50 steps"),
+        ("Training loss", "last 50 steps, or all"),
         ("Kept pairs", "kept ΣR"),
         ("V*/ΣR", ""),
         ("Guarded layers", ""),

@@ -353,9 +353,10 @@ def _published(summary: Record) -> str:
         return ""
     headings, rows = published_rows(summary)
     note = (
-        f"One layer at 1 ×: {whole(summary['tokens'])} tokens a rank, {percent(told['drop'], 0)} dropped, "
+        f"Ours: one layer at 1 ×, {whole(summary['tokens'])} tokens a rank, {percent(told['drop'], 0)} dropped, "
         f"{told['slots']} slots, {escape(summary['hardware']['name'])}; synthetic loads of each skew, none of them "
-        f"chosen for its result. Base placement {fixed(told['rows'][0]['base'], 4)} GiB (published 0.42), replicas "
+        "chosen for its result. Published: of how many layers and of which batch each figure is, is not said; see what "
+        f"they say of each other. Base placement {fixed(told['rows'][0]['base'], 4)} GiB (published 0.42), replicas "
         f"{fixed(told['rows'][0]['replicas'], 4)} GiB (published 0.05)."
     )
     columns = [("What", ""), ("Published", ""), *((heading.capitalize(), "") for heading in headings[2:])]
@@ -369,8 +370,20 @@ def _needed(summary: Record) -> str:
         "What is published does not give loads, bytes of a pair, SYMI’s and UltraEP’s slots, or the batch at 1 ×. "
         "For each figure, what one would have to assume to get it. Nothing on this page is chosen so that it comes out."
     )
+    told = [[escape(one["figures"]), escape(one["says"])] for one in summary["published"]["coherence"]]
+    beside = (
+        "Only the base placement says of how many layers it is. Where the others are compared with one layer on this "
+        "page, that is an assumption."
+    )
     return (
         '<div class="words">'
+        + table(
+            "coherence",
+            [("Published", ""), ("Says", "")],
+            told,
+            note=beside,
+            title="The published figures beside each other",
+        )
         + table(
             "needed", [("Published", ""), ("Needs", "")], rows, note=note, title="What the published figures would need"
         )

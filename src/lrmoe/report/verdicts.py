@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lrmoe.report.text import fixed, signed
+from lrmoe.studies.gap import gap_of
 
 SAME_TIME = 1.03
 """Times closer than this are not told apart: medians of one machine vary by about as much."""
@@ -69,11 +70,27 @@ def recommended(verdicts: Sequence[Verdict]) -> Verdict | None:
     """Of the variants that are not worse than the spread, the one with the lowest mean among those whose MoE layers are
     about as fast as the fastest of them; among all where a time was not measured. None if all are worse, or one seed
     cannot tell."""
+    return min(_candidates(verdicts), key=lambda one: one.mean or 0.0, default=None)
+
+
+def _candidates(verdicts: Sequence[Verdict]) -> list[Verdict]:
     fine = [one for one in verdicts if one.kind in ("within", "better")]
     times = [one.seconds for one in fine if one.seconds is not None]
     if fine and len(times) == len(fine):
         fine = [one for one in fine if one.seconds is not None and one.seconds <= SAME_TIME * min(times)]
-    return min(fine, key=lambda one: one.mean or 0.0, default=None)
+    return fine
+
+
+def _alike(best: Verdict, verdicts: Sequence[Verdict]) -> list[Verdict]:
+    """Other candidates that no t-test of the paired differences tells from the best."""
+    found = []
+    for one in _candidates(verdicts):
+        if one is best or len(one.differences) != len(best.differences):
+            continue
+        beyond = gap_of([a - b for a, b in zip(one.differences, best.differences, strict=True)])
+        if beyond is None or beyond.sign == 0:
+            found.append(one)
+    return found
 
 
 def told(one: Verdict) -> str:
@@ -103,6 +120,13 @@ def advice(verdicts: Sequence[Verdict], base: str, base_seconds: float | None) -
     best = recommended(verdicts)
     if best is not None:
         said += _use(best, base, base_seconds)
+        alike = _alike(best, verdicts)
+        if alike and not said[0].startswith("Keep"):
+            names = _listed([f"“{one.name}”" for one in alike])
+            said.append(
+                f"Do not read an order into these: {names} {'is' if len(alike) == 1 else 'are'} as fast, and not told "
+                f"from “{best.name}” seed by seed."
+            )
     elif any(one.kind == "worse" for one in verdicts):
         said.append(
             f"Keep “{base}”: every variant that drops ends above it by more than its seeds lie apart. Try a lower "
@@ -132,6 +156,12 @@ def _use(best: Verdict, base: str, base_seconds: float | None) -> list[str]:
             return [
                 f"Keep “{base}”. {told(best)} does no measurable harm, but its MoE layers are not faster here "
                 f"({_milliseconds(best.seconds)} against {_milliseconds(base_seconds)} a step)."
+            ]
+        if len(best.differences) < 3:
+            return [
+                f"Repeat {told(best)} with a third seed before you use it: {how}, and its MoE layers take "
+                f"{fixed(100 * saved, 0)} % less time ({_milliseconds(best.seconds)} against "
+                f"{_milliseconds(base_seconds)} a step)."
             ]
         return [
             f"Use {told(best)} for runs like this one: {how}, and its MoE layers take {fixed(100 * saved, 0)} % less "

@@ -51,6 +51,7 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
     said: list[str] = []
     safe: list[tuple[str, str]] = []
     unsafe: list[tuple[str, str]] = []
+    unknown: list[tuple[str, str]] = []
     for name, table in rows.items():
         where = REGIMES[name]
         base = table[0]
@@ -79,10 +80,18 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
         said.append(f"The metric under topq at 20 % {where}, best first: {names}.")
         for row in table[1:]:
             if row["metric"] == "lrm" and row["selector"] in ("pps", "topq"):
-                (safe if row["verdict"] in ("within the spread", "better") else unsafe).append((row["variant"], where))
+                told_of = {"within the spread": safe, "better": safe, "one seed": unknown}
+                told_of.get(row["verdict"], unsafe).append((row["variant"], where))
     advice = []
+    if unknown:
+        advice.append(
+            f"Choose nothing by one seed, which shows no spread to hold a difference against: {_listed(unknown)}. "
+            "Run --seeds 0,1,2."
+        )
     if safe:
-        advice.append(f"Within the spread of the seeds here: {_listed(safe)}.")
+        seeds = min(row["seeds"] for table in rows.values() for row in table)
+        few = ": two seeds make it a rough one, so add a third before you rely on it" if seeds == 2 else ""
+        advice.append(f"Not above the spread of the seeds here: {_listed(safe)}{few}.")
     if unsafe:
         advice.append(f"Do not use, unless your own runs say otherwise: {_listed(unsafe)}.")
     return said, advice

@@ -30,7 +30,7 @@ def conclude(tables: Tables, *, rate: float, batches: int, seeds: int) -> tuple[
     conclusions += _between(places, tables, rate, batches)
     conclusions += _prediction(tables["pairs"])
     for place in places:
-        told, advised = _router(place, tables["router"])
+        told, advised = _router(place, tables["router"], seeds)
         conclusions += told
         advice += advised
     advice += _guard(tables["pairs"], rate)
@@ -92,10 +92,14 @@ def _which_selector(place: str, rows: Mapping[str, Row], rate: float, batches: i
             f"{place}: the errors of topq and pps at {rate:.0%} overlap over the seeds; the gradient gives no reason "
             "to prefer one."
         ]
-    every = "for every seed" if seeds > 1 else "for the one seed measured"
+    times = f"averaged over {batches} batches its squared error is {worse['mean'] / better['mean']:.1f} times smaller"
+    if seeds == 1:
+        return [
+            f"{place}: at {rate:.0%} run more seeds before you prefer {better['variant']} to {worse['variant']}: "
+            f"{times} for the one seed measured."
+        ]
     return [
-        f"{place}: at {rate:.0%} prefer {better['variant']} to {worse['variant']}; averaged over {batches} batches its "
-        f"squared error is {worse['mean'] / better['mean']:.1f} times smaller, and smaller {every}."
+        f"{place}: at {rate:.0%} prefer {better['variant']} to {worse['variant']}; {times}, and smaller for every seed."
     ]
 
 
@@ -139,7 +143,7 @@ def _prediction(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def _router(place: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+def _router(place: str, rows: Sequence[Row], seeds: int) -> tuple[list[str], list[str]]:
     of_place = [row for row in rows if row["title"] == place]
     step = max((row["step"] for row in of_place), default=0)
     groups: dict[tuple[str, float], dict[str, Row]] = {}
@@ -159,7 +163,11 @@ def _router(place: str, rows: Sequence[Row]) -> tuple[list[str], list[str]]:
             f"{kept['one'] / base['one']:.1f} times that of sum_rule."
         )
         if variant == "pps":
-            advice += _which_router_grad(f"{place}: for the router's gradient of pps at {rate:.0%}", base, exact, kept)
+            where = f"{place}: for the router's gradient of pps at {rate:.0%}"
+            # Of one seed lowest and highest are the same, so that everything would be told apart.
+            advice += (
+                _which_router_grad(where, base, exact, kept) if seeds > 1 else [f"{where} one seed tells no two apart."]
+            )
     return told, advice
 
 

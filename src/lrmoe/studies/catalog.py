@@ -111,7 +111,7 @@ def _alone(study: _Alone[Config]) -> Entry:
         with locked(out):
             write_config(study.name, config.to_dict(), out)
             result = study.work(config, out, watched(watch, study.work_left(config, out)))
-            made = {**result.provenance, "command": command(study.name, given), "machine": machine()}
+            made = {**result.provenance, "command": command(study.name, given, out=out), "machine": machine()}
             result = replace(result, provenance=made)
             write_result(result, out)
         return result

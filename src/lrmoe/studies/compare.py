@@ -121,7 +121,7 @@ def _write_results(config: CompareConfig, out: Path) -> dict[str, Any]:
             summaries.setdefault(variant.name, []).append(read_summary(folder))
             lines += [{"variant": variant.name, "seed": seed, **record} for record in read_lines(folder)]
     rows = make_rows(summaries, config.baseline)
-    note = footnote(rows, config.baseline, memorized=config.train.memorize_bytes)
+    note = footnote(rows, config.baseline, steps=config.train.steps, memorized=config.train.memorize_bytes)
     summary = {
         "command": "compare",
         "baseline": config.baseline,

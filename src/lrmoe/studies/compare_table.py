@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lrmoe.experts.meter import SECONDS, SHARES
+from lrmoe.training.summary import LAST_STEPS
 
 Row = dict[str, Any]
 MEANS = (
@@ -99,10 +100,18 @@ def cells(row: Row) -> list[str]:
     ]
 
 
-def footnote(rows: Sequence[Row], baseline: str, *, memorized: int | None = None) -> str:
-    """What the differences are to be held against, in a few sentences."""
+def footnote(rows: Sequence[Row], baseline: str, *, steps: int, memorized: int | None = None) -> str:
+    """What the differences are to be held against, in a few sentences.
+
+    Args:
+        steps: of the longest run.
+        memorized: bytes of text that the runs repeat, None where they do not.
+    """
     base = next(row for row in rows if row["variant"] == baseline)
-    sentences = ["Losses in nats per token, training loss over the last 50 steps; times of all MoE layers in one step."]
+    sentences = [
+        f"Losses in nats per token, training loss over the last {min(LAST_STEPS, steps)} steps; times of all MoE "
+        "layers in one step."
+    ]
     if memorized is not None:
         sentences.append(f"Validated on the training text, {memorized} bytes repeated.")
     if base["eval_loss_spread"] is None:

@@ -11,16 +11,16 @@ from typing import Any
 
 from lrmoe.studies.cells import Cell
 from lrmoe.studies.compare_table import make_rows
+from lrmoe.studies.gap import Gap, gap_of
 from lrmoe.studies.regimes import Regime, regime
 from lrmoe.studies.results import Column, Figure, Series, Table
 from lrmoe.studies.study_config import StudyConfig
 from lrmoe.studies.variants import Variant, parse_variants
+from lrmoe.training.summary import LAST_STEPS
 
 Row = dict[str, Any]
 Rows = list[Row]
 BASELINE = "C0"
-# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom; from 9 on that of 9, which is stricter.
-_STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +117,8 @@ def verdict(difference: float | None, spread: float | None) -> str:
 
 def table(comparison: Comparison, rows: Rows) -> Table:
     """The comparison as it is shown."""
-    kind = "validation loss" if comparison.regime.loss == "eval_loss" else "training loss, last 50 steps"
+    last = min(LAST_STEPS, comparison.regime.train.steps)
+    kind = "validation loss" if comparison.regime.loss == "eval_loss" else f"training loss, last {last} steps"
     columns = (
         Column(key="variant", label="variant", form="text"),
         Column(key="loss", label=f"{kind}, nats a token", form="4"),
@@ -202,41 +203,11 @@ def known(rows: Rows) -> Rows:
     return [row for row in rows if row["difference"] is not None and math.isfinite(row["difference"])]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gap:
-    """How much more one variant loses than another.
-
-    Attributes:
-        mean: of the seeds' paired differences.
-        error: its standard error; None for one seed.
-        seeds: how many.
-    """
-
-    mean: float
-    error: float | None
-    seeds: int
-
-    @property
-    def sign(self) -> int:
-        """1 or -1 where a t-test of the paired differences tells the gap from nothing at 95 %, else 0, also for one
-        seed."""
-        if self.error is None or abs(self.mean) <= _STUDENT[min(self.seeds - 1, len(_STUDENT)) - 1] * self.error:
-            return 0
-        return 1 if self.mean > 0 else -1
-
-    def __str__(self) -> str:
-        return f"{self.mean:+.4f}" + (" (one seed)" if self.error is None else f" ± {self.error:.4f}")
-
-
 def gap(row: Row | None, other: Row | None) -> Gap | None:
     """What ``row`` loses beyond ``other``, seed by seed; None where one of them was not run or has no finite loss."""
     if row is None or other is None or not row["each"] or len(row["each"]) != len(other["each"]):
         return None
-    pairs = [mine - its for mine, its in zip(row["each"], other["each"], strict=True)]
-    if not all(map(math.isfinite, pairs)):
-        return None
-    error = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else None
-    return Gap(mean=sum(pairs) / len(pairs), error=error, seeds=len(pairs))
+    return gap_of([mine - its for mine, its in zip(row["each"], other["each"], strict=True)])
 
 
 def told(row: Row) -> str:

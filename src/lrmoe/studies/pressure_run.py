@@ -23,6 +23,7 @@ from lrmoe.studies.published import (
     TOKENS,
     Assumed,
     at_one,
+    coherence,
     in_order,
     needed,
 )
@@ -184,6 +185,7 @@ def pressure(
             "slots": assumed.slots,
             "rows": [at_one(skew, assumed) for skew in COMPARED] if applies else [],
             "needed": needed(replace(assumed, tokens=TOKENS)),
+            "coherence": coherence(assumed.model),
         },
     }
     summary["notes"] = notes(lines, order, config)

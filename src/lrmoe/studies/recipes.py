@@ -48,7 +48,9 @@ def comparisons(config: StudyConfig) -> list[Comparison]:
 
 def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
     """Whether each recipe tells the selectors apart as plain float32 does."""
-    said, advice, same = [], [], []
+    said, advice = [], []
+    same: list[str] = []
+    unknown: list[str] = []
     plain = rows[PLAIN]
     for name, table in rows.items():
         each = ", ".join(f"{row['variant']} {told(row)}" for row in table[1:])
@@ -64,10 +66,16 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
             if (mine := of(plain, row["variant"])) and row["verdict"] != mine["verdict"]
         ]
         differing += _turned(table, plain)
-        if differing:
+        if any(row["verdict"] == "one seed" for row in (*table[1:], *plain[1:])):
+            unknown.append(name)
+        elif differing:
             advice.append(f"{name} differs: {'; '.join(differing)}.")
         else:
             same.append(name)
+    if unknown:
+        advice.append(
+            f"Carry nothing over to {', '.join(unknown)}: one seed tells no variants apart. Run --seeds 0,1,2."
+        )
     if same:
         advice.insert(
             0,

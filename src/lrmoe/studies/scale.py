@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from lrmoe.studies.gap import student
 from lrmoe.studies.grid import Comparison, GridStudy, Row, Rows, having, of, rate_figures, told
 from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Figure
@@ -62,11 +63,12 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
 
 
 def _apart(row: Row, other: Row) -> bool:
-    """Two differences of other runs, so not paired: apart where they are by twice their common standard error."""
+    """Two differences of other runs, so not paired: apart where a t-test with the fewer of their degrees of freedom
+    says so at 95 %."""
     if None in (row["error"], other["error"], row["difference"], other["difference"]):
         return False
     error = (row["error"] ** 2 + other["error"] ** 2) ** 0.5
-    return bool(abs(row["difference"] - other["difference"]) > 2 * error)
+    return bool(abs(row["difference"] - other["difference"]) > student(min(row["seeds"], other["seeds"])) * error)
 
 
 def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Figure]:

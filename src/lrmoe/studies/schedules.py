@@ -78,13 +78,28 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
                 advice.append(f"At {rate} % no schedule does better than dropping from the start.")
                 continue
             behind = gap(plain, best)
-            if behind is not None:
-                doubt = "" if behind.sign else ", which is not told from nothing"
+            if behind is None:
+                continue
+            name_of_best = best["variant"].partition(" ")[2]
+            if behind.sign:
                 advice.append(
-                    f"At {rate} % “{best['variant'].partition(' ')[2]}” loses least, its error counted in "
-                    f"({told(best)}); dropping from the start costs {behind} more{doubt}."
+                    f"At {rate} % “{name_of_best}” loses least, its error counted in ({told(best)}); dropping from the "
+                    f"start costs {behind} more."
+                )
+            else:
+                said.append(
+                    f"At {rate} % “{name_of_best}” comes out lowest, its error counted in, but dropping from the start "
+                    f"costs {behind} more, which {_seeds(behind.seeds)} not tell from nothing."
+                )
+                advice.append(
+                    f"At {rate} % choose no schedule by this study: none is told from dropping from the start. Run "
+                    "more seeds, or longer."
                 )
     return said, advice
+
+
+def _seeds(count: int) -> str:
+    return "one seed does" if count == 1 else f"{count} seeds do"
 
 
 def _at_worst(row: Row) -> float:

@@ -127,7 +127,7 @@ def run_study(
             figures=study.figures(compared, rows),
             conclusions=conclusions,
             advice=advice,
-            provenance=provenance(study.name, config, cells, store),
+            provenance=provenance(study.name, config, cells, out, store, jobs),
         )
         write_result(result, out)
     return result
@@ -157,7 +157,7 @@ def write_result(result: StudyResult, out: Path) -> None:
     write_report(out)
 
 
-def provenance(name: str, config: StudyConfig, cells: list[Cell], store: Path) -> dict[str, Any]:
+def provenance(name: str, config: StudyConfig, cells: list[Cell], out: Path, store: Path, jobs: int) -> dict[str, Any]:
     """Where numbers come from: the command, what the runs were made with, the machine and the time they took."""
     made_with: dict[str, set[str]] = {}
     seconds = 0.0
@@ -166,7 +166,7 @@ def provenance(name: str, config: StudyConfig, cells: list[Cell], store: Path) -
             made_with.setdefault(package, set()).add(version)
         seconds += cell.summary(store)["seconds"]
     return {
-        "command": command(name, config.given()),
+        "command": command(name, config.given(), out=out, store=store, jobs=jobs),
         "versions": {package: ", ".join(sorted(found)) for package, found in made_with.items()},
         "machine": machine(),
         "runs": len({cell.key for cell in cells}),
@@ -174,14 +174,28 @@ def provenance(name: str, config: StudyConfig, cells: list[Cell], store: Path) -
     }
 
 
-def command(name: str, given: Mapping[str, Any]) -> str:
-    """The command line that makes the study with these settings."""
+def command(name: str, given: Mapping[str, Any], *, out: Path, store: Path | None = None, jobs: int = 1) -> str:
+    """The command line that makes the study with these settings, for a shell to read.
+
+    Args:
+        given: settings, by field.
+        out: the study's folder.
+        store: that of the training runs; None where it is the default, or the study has no such folder.
+        jobs: runs at a time.
+    """
     parts, options = ["lrmoe", "study", name], {field.name for field in fields(StudyConfig)}
     for field, value in given.items():
         text = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
-        parts += ["--" + field.replace("_", "-"), text] if field in options else ["--set", f"{field}={text}"]
-    parts += ["--out", f"runs/studies/{name}"]
-    return shlex.join(parts if name not in STUDIES else [*parts, "--cells", "runs/studies/cells"])
+        parts += _option(field.replace("_", "-"), text) if field in options else _option("set", f"{field}={text}")
+    parts += _option("out", str(out))
+    if store is not None and store != out / "cells":
+        parts += _option("cells", str(store))
+    return shlex.join([*parts, *(["--jobs", str(jobs)] if jobs != 1 else [])])
+
+
+def _option(name: str, text: str) -> list[str]:
+    """Two words, or one where the value would be taken for an option."""
+    return [f"--{name}={text}"] if text.startswith("-") else [f"--{name}", text]
 
 
 def machine() -> dict[str, Any]:

@@ -123,8 +123,9 @@ def make_result(config: TimeToLossConfig, records: Mapping[str, Sequence[Cell]],
 def advise(found: Sequence[Row]) -> list[str]:
     """What follows from the verdicts for a user."""
     last = {row["setting"]: row for row in found}
-    winning = [title for title, row in last.items() if row["wins"]]
-    losing = [title for title, row in last.items() if not row["wins"]]
+    winning = [title for title, row in last.items() if row["wins"] and row["apart"] < 0]
+    losing = [title for title, row in last.items() if row["apart"] > 0]
+    unknown = [title for title in last if title not in (*winning, *losing)]
     advice = []
     recipe = found[0]["recipe"].split()[-1]
     if winning:
@@ -135,6 +136,11 @@ def advise(found: Sequence[Row]) -> list[str]:
     if losing:
         advice.append(
             f"Do not expect {recipe} to save MoE time in: {'; '.join(losing)}. Stay with the fastest baseline."
+        )
+    if unknown:
+        advice.append(
+            f"Choose neither {recipe} nor a baseline for its MoE time in: {'; '.join(unknown)}. Over these seeds it is "
+            "not told from every baseline; run more."
         )
     advice.append(
         "Time your own model once before a long run: small experts gain less than these ratios, since choosing pairs "

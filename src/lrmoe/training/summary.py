@@ -18,8 +18,8 @@ LAST_STEPS = 50
 def summarize(config: TrainConfig, out: Path, *, diverged_at: int | None) -> dict[str, Any]:
     """What ``summary.json`` holds.
 
-    ``eval_loss`` is the last validation's, NaN for a run that diverged; ``train_loss`` the mean over the last 50 steps;
-    ``guarded`` the names of the layers that the guard stopped at some time;
+    ``eval_loss`` is the last validation's, NaN for a run that diverged; ``train_loss`` the mean over the last 50 steps,
+    or all of fewer; ``guarded`` the names of the layers that the guard stopped at some time;
     shares are means over the run; ``forward_seconds`` and ``backward_seconds`` those of all MoE layers in one optimizer
     step, the median over log intervals (None where none was measured); ``saved_bytes`` of one microbatch's forward.
     """
