@@ -219,11 +219,12 @@ def test_a_size_that_changes_what_a_drop_costs_is_named() -> None:
     base, batch, steps = (by_name[name]["C20 pps"][0].config for name in (scale.BASE, "batch", "steps"))
     assert (batch.batch, steps.steps) == (2 * base.batch, 2 * base.steps)
     assert steps.recalibration.warmup_steps == 2 * base.recalibration.warmup_steps
-    names = {"C20 pps": [0.0, 0.02], "C50 pps": [0.1, 0.12], "C50 random": [0.3, 0.32]}
-    plain, cheap = made_up(names, [2.0, 2.1]), made_up({**names, "C50 pps": [0.01, 0.03]}, [2.0, 2.1])
+    names = {"C20 pps": [0.0, 0.02, 0.01], "C50 pps": [0.1, 0.12, 0.11], "C50 random": [0.3, 0.32, 0.31]}
+    base_losses = [2.0, 2.1, 2.05]
+    plain, cheap = made_up(names, base_losses), made_up({**names, "C50 pps": [0.01, 0.03, 0.02]}, base_losses)
     said, advice = scale.conclude({scale.BASE: plain, "batch": cheap, "steps": plain})
     assert len(said) == 3
-    assert advice == ["C50 pps costs less with twice the batch: +0.0200 ± 0.0100 against +0.1100 ± 0.0100."]
+    assert advice == ["C50 pps costs less with twice the batch: +0.0200 ± 0.0058 against +0.1100 ± 0.0058."]
     _, advice = scale.conclude({scale.BASE: plain, "batch": plain, "steps": plain})
     assert advice == ["No size here makes a drop cost more or less than its error lets one tell."]
 

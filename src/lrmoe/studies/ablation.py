@@ -89,7 +89,7 @@ def conclude(rows: Mapping[str, Rows]) -> tuple[list[str], list[str]]:
             "Run --seeds 0,1,2."
         )
     if safe:
-        seeds = min(row["seeds"] for table in rows.values() for row in table)
+        seeds = min(len(row["each"]) for table in rows.values() for row in table[1:])
         few = ": two seeds make it a rough one, so add a third before you rely on it" if seeds == 2 else ""
         advice.append(f"Not above the spread of the seeds here: {_listed(safe)}{few}.")
     if unsafe:

@@ -68,7 +68,9 @@ def _apart(row: Row, other: Row) -> bool:
     if None in (row["error"], other["error"], row["difference"], other["difference"]):
         return False
     error = (row["error"] ** 2 + other["error"] ** 2) ** 0.5
-    return bool(abs(row["difference"] - other["difference"]) > student(min(row["seeds"], other["seeds"])) * error)
+    return bool(
+        abs(row["difference"] - other["difference"]) > student(min(len(row["each"]), len(other["each"]))) * error
+    )
 
 
 def figures(compared: Sequence[Comparison], rows: Mapping[str, Rows]) -> list[Figure]:
