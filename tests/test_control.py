@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import lrmoe
-from lrmoe.padding import padding_mask, place_of_mask
+from lrmoe.calls import read_tokens
 
 CONFIG = lrmoe.LRMoEConfig(drop=0.4)
 
@@ -140,7 +140,7 @@ def test_metrics_add_up_since_the_last_call() -> None:
     model = Model()
     recal = lrmoe.attach(model, CONFIG)
     assert recal.metrics()["layers"] == {}
-    assert "kept_share" not in recal.metrics()
+    assert recal.metrics()["kept_share"] == 1.0
     with lrmoe.recording() as calls:
         train(model)
         train(model)
@@ -182,12 +182,12 @@ def test_a_layer_without_a_backward_is_left_out() -> None:
 def test_a_bypassed_model_is_noticed_once() -> None:
     model = Model()
     recal = lrmoe.attach(model, CONFIG)
-    model.forward(tokens()).sum().backward()
-    with pytest.warns(UserWarning, match="without a call of the Model that attach"):
-        recal.step()
-    model.forward(tokens()).sum().backward()
+    with pytest.warns(UserWarning, match="layer first was trained without a call of the Model that attach"):
+        model.forward(tokens()).sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        recal.step()
+        model.forward(tokens()).sum().backward()
         recal.step()
 
 
@@ -469,8 +469,12 @@ FLAT = [True, True, False, False, True, True]
     ],
 )
 def test_which_masks_are_taken(args: tuple[Any, ...], kwargs: dict[str, Any], expected: list[bool] | None) -> None:
-    mask = padding_mask(args, kwargs, place_of_mask(Model()))
+    names = ("input_ids", "attention_mask")
+    found = read_tokens({**dict(zip(names, args, strict=False)), **kwargs}, None)
+    assert found is not None
+    mask, doubt = found.real_rows(torch.Size((2, 3)), batch_major=False)
     assert (None if mask is None else mask.tolist()) == expected
+    assert doubt is None
 
 
 def test_a_mask_of_one_forward_is_not_that_of_the_next() -> None:

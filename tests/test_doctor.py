@@ -175,8 +175,9 @@ def only_experts_below_three(operator: Any, x: Tensor, ids: Tensor, *args: Any, 
 
 def test_a_recompute_that_draws_anew_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def moving_on(operator: Any, *args: Any, control: Any, **kwargs: Any) -> Any:
-        control.clock.position_3[2].add_(1)
-        return operator(*args, control=control, **kwargs)
+        moved = kwargs.pop("moment")
+        control.clock.next_microbatch()
+        return operator(*args, control=control, moment=moved._replace(position_3=control.clock.position_3), **kwargs)
 
     monkeypatch.setattr(host, "controlled_experts", broken(moving_on))
     found = failed(diagnose(str(folder)))

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from lrmoe.calls import CallFollower
 from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.experts.layer_control import Clock, LayerControl
-from lrmoe.experts.meter import NONFINITE, SECONDS, SHARES, mean_over_layers, shares
+from lrmoe.experts.meter import NONFINITE, NOTHING, SECONDS, SHARES, mean_over_layers, shares
 from lrmoe.experts.validation import check_not_transformed
 from lrmoe.guarding import Guard, as_sums
 from lrmoe.hosting import Host as Host
 from lrmoe.hosting import HostedLayers
 from lrmoe.layer import MoE
-from lrmoe.padding import padding_mask, place_of_mask
 from lrmoe.recalibration.schedule import drop_at
+from lrmoe.stepping import Stepping
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,7 +80,6 @@ class Recalibrator:
 
     Attributes:
         layers: the control of every attached layer, by module name, in model order.
-        steps_with_optimizer: whether an optimizer's steps move it on, so that nobody else needs to.
     """
 
     def __init__(
@@ -103,17 +103,16 @@ class Recalibrator:
             self.layers = {
                 name: LayerControl(self.clock, layer=i, name=name, watched=watched) for i, name in enumerate(names)
             }
-        self.steps_with_optimizer = optimizer is not None
-        self._last_drop: float | None = None
-        self._backwards_seen = 0
-        self._warned = False
+        # Of the last step: the drop scheduled, and that in force in each layer.
+        self._last_drop: tuple[float, list[float]] | None = None
         self._model = model
-        self._mask_place = place_of_mask(model)
         # The model is changed from here on, by nothing that can fail half way.
         self._undo = self._hosted.bind(model, self.layers)
-        self._handles: list[Any] = [model.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
-        if optimizer is not None:
-            self._handles.append(optimizer.register_step_post_hook(self._after_optimizer_step))
+        layers = list(self._hosted.modules.values())
+        self._calls = CallFollower(model, self.clock, layers, self._before_forward)
+        self._stepping = Stepping(model, layers, wants_drop=config.drop > 0.0)
+        self._optimizer_hook: Any = None
+        self.follow(optimizer)
         # Past nn.Module's own bookkeeping: neither a submodule nor part of the state dict.
         object.__setattr__(model, "_lrmoe_recalibrator", self)
 
@@ -133,6 +132,31 @@ class Recalibrator:
             self.clock.config = replace(self._config, total_steps=total_steps)
             self.clock.move_to(step=self.clock.step, microbatch=self.clock.microbatch)
 
+    @property
+    def steps_with_optimizer(self) -> bool:
+        """Whether an optimizer's steps move it on, so that nobody else needs to."""
+        return self._optimizer_hook is not None
+
+    def is_following(self, optimizer: object) -> bool:
+        """Whether it is this optimizer's steps, or those of one that it wraps, that move it on."""
+        followed = self._stepping.optimizer
+        return followed is not None and _innermost(optimizer) is followed
+
+    def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Says which optimizer's steps move it on, instead of the one that :func:`attach` was given; None: you call
+        :meth:`step`.
+
+        Raises:
+            ValueError: if the optimizer's steps cannot be followed.
+        """
+        if optimizer is not None:
+            optimizer = _hookable(optimizer)
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
+        hook = None if optimizer is None else optimizer.register_step_post_hook(self._after_optimizer_step)
+        self._optimizer_hook = hook
+        self._stepping.follow(optimizer)
+
     def set_step(self, step: int) -> None:
         """Says how many optimizer steps lie behind; the next forward is the first microbatch after them, and the guard
         begins anew.
@@ -151,14 +175,22 @@ class Recalibrator:
         """Call once after each optimizer step, on every rank: moves the schedule and the draws on, lets each
         :class:`lrmoe.MoE` router with a selection bias update it from the loads of the step, and the guard look at it.
 
-        Where ranks share experts, or with a ``load_group``, they add up what the guard looks at: a collective."""
-        self._warn_if_bypassed()
+        Where ranks share experts, or with a ``load_group``, they add up what the guard looks at: a collective.
+
+        An optimizer given to :func:`attach` does this already; a call besides is told and left out."""
+        if self._stepping.is_second(counted=self.clock.microbatch >= 0):
+            return
+        self._step()
+
+    def _step(self) -> None:
+        self._stepping.stepped(counted=self.clock.microbatch >= 0)
         for layer in self._hosted.modules.values():
             if isinstance(layer, MoE):
                 layer.update_selection_bias(self._load_group)
-        self._last_drop = float(self.clock.drop)
+        scheduled = float(self.clock.drop)
+        self._last_drop = scheduled, self.clock.drop_L.tolist()
         sums = self._take_sums()
-        if self._guard.limit is not None and self._last_drop > 0.0:
+        if self._guard.limit is not None and scheduled > 0.0:
             self._watch(sums)
         self.clock.move_to(step=self.clock.step + 1, microbatch=-1)
 
@@ -167,9 +199,10 @@ class Recalibrator:
         ``variance_share`` and ``load_max_over_mean`` (means over the layers that know them, see :func:`shares`),
         ``nonfinite_backwards``, ``forward_seconds`` and ``backward_seconds`` (sums), and ``layers``: for each name what
         :meth:`Meter.read` gives, ``guarded``, whether the guard holds the layer at the exact backward now, and
-        ``drop``, 0 if so and else as scheduled. Also ``step``, the optimizer steps done, ``drop``, as scheduled for the
-        last of them, ``guarded_layers``, how many are held now, and ``guard_events``, the :attr:`Guard.events` since
-        the last call.
+        ``drop``, what was in force in it in the last step. Also ``step``, the optimizer steps done; ``drop``, the mean
+        over layers of what was in force in the last of them, and ``scheduled_drop``, what the schedule had for it;
+        ``guarded_layers``, how many are held now, and ``guard_events``, the :attr:`Guard.events` since the last call.
+        Where no backward ran (in evaluation mode, say) nothing was dropped: ``drop`` is 0 and ``kept_share`` 1.
 
         Synchronises with the device once; call it when you log. Layers that ran no backward are left out. Under expert
         parallelism it tells what this rank computed; :func:`lrmoe.parallel.global_metrics` adds the ranks up.
@@ -182,15 +215,18 @@ class Recalibrator:
 
     def summarize(self, totals: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """:meth:`metrics` from the :meth:`Meter.totals` of each layer, say of several ranks together."""
-        drop = float(self.clock.drop) if self._last_drop is None else self._last_drop
+        scheduled, drops = self._last_drop or (float(self.clock.drop), self.clock.drop_L.tolist())
         held = dict(zip(self.layers, self._guard.exact, strict=True))
+        in_force = dict(zip(self.layers, drops, strict=True))
         layers = {
-            name: {**shares(layer), "guarded": held[name], "drop": 0.0 if held[name] else drop}
-            for name, layer in totals.items()
+            name: {**shares(layer), "guarded": held[name], "drop": in_force[name]} for name, layer in totals.items()
         }
-        summary: dict[str, Any] = {"step": self.clock.step, "drop": drop, "guarded_layers": sum(held.values())}
+        summary: dict[str, Any] = {"step": self.clock.step, "drop": 0.0, "scheduled_drop": scheduled}
+        summary["guarded_layers"] = sum(held.values())
         summary["guard_events"] = [dict(event) for event in self._guard.events]
-        for key in SHARES:
+        # Of no backward at all: nothing was dropped.
+        summary |= {key: value for key, value in shares(NOTHING).items() if key in SHARES}
+        for key in ("drop", *SHARES):
             if layers:
                 summary[key] = mean_over_layers(layers.values(), key)
         for key in (NONFINITE, *SECONDS):
@@ -203,7 +239,6 @@ class Recalibrator:
         for control in self.layers.values():
             control.meter.reset()
         self._guard.events.clear()
-        self._backwards_seen = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON-able values: the position in training, the configuration it belongs to, and the guard's state,
@@ -250,9 +285,10 @@ class Recalibrator:
 
     def detach(self) -> None:
         """Gives the model back as it was before :func:`attach`."""
-        for handle in self._handles:
+        for handle in self._calls.handles:
             handle.remove()
-        self._handles.clear()
+        self.follow(None)
+        self._stepping.close()
         while self._undo:
             self._undo.pop()()
         # Detached before, the model may have another by now.
@@ -261,7 +297,7 @@ class Recalibrator:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied model's optimizer is another one, or none yet: somebody has to call the copy's step().
-        own = {"_handles": self._handles[:1], "steps_with_optimizer": False, "_load_group": None}
+        own = {"_optimizer_hook": None, "_load_group": None}
         return {**vars(self), **own}
 
     def _take_sums(self) -> dict[int, torch.Tensor]:
@@ -276,49 +312,34 @@ class Recalibrator:
         if self._guard.after_step(sums_L3, self.clock.step + 1, self._hosted.engines(), self._load_group):
             self.clock.set_exact(self._guard.exact)
 
-    def _warn_if_bypassed(self) -> None:
-        backwards = sum(control.meter.backwards for control in self.layers.values())
-        if self.clock.microbatch < 0 and backwards > self._backwards_seen and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"layers were trained without a call of the {type(self._model).__name__} that attach() was given, so "
-                "the microbatches of a step share one draw and padding masks are not seen; attach to the module that "
-                "you call (with adapters: to the adapted model)",
-                UserWarning,
-                stacklevel=3,
-            )
-        self._backwards_seen = backwards
-
     def _after_optimizer_step(self, *_: Any) -> None:
-        self.step()
+        self._step()
 
-    def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (model.training and torch.is_grad_enabled()):
-            return
-        # Before a transform has got hold of the position.
-        check_not_transformed(f"layer {next(iter(self.layers)) or 'of this model'}")
-        if self._config.final_dense_steps and self.clock.config.total_steps is None:
-            drop_at(self._config, self.clock.step)  # Raises, saying what is missing.
-        self.clock.position_3[2].add_(1)
-        mask = padding_mask(args, kwargs, self._mask_place)
-        for control, module in zip(self.layers.values(), self._hosted.modules.values(), strict=True):
-            # With nothing to drop a host's experts keep its gradients, those of padding included. An lrmoe.MoE leaves
-            # padding out of its loads and auxiliary losses whatever the drop, so that runs can be compared.
-            if self.config.drop > 0.0 or isinstance(module, MoE):
-                control.token_mask_T = mask
+    def _before_forward(self, trains: bool) -> None:
+        if trains:
+            # Before a transform has got hold of the position.
+            check_not_transformed(f"layer {next(iter(self.layers)) or 'of this model'}")
+            if self._config.final_dense_steps and self.clock.config.total_steps is None:
+                drop_at(self._config, self.clock.step)  # Raises, saying what is missing.
+        if not torch.compiler.is_compiling():
+            self._stepping.before_forward(trains)
 
 
 def _hookable(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer whose own step runs: wrappers such as accelerate's have no hooks."""
-    while not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        inner = getattr(optimizer, "optimizer", None)
-        if inner is None:
-            raise ValueError(
-                f"optimizer is {type(optimizer).__name__}, whose steps cannot be followed; leave it out and call the "
-                "recalibrator's step() after each of its steps"
-            )
-        optimizer = inner
-    return optimizer
+    inner = _innermost(optimizer)
+    if inner is None:
+        raise ValueError(
+            f"optimizer is {type(optimizer).__name__}, whose steps cannot be followed; leave it out and call the "
+            "recalibrator's step() after each of its steps"
+        )
+    return inner
+
+
+def _innermost(optimizer: Any) -> torch.optim.Optimizer | None:
+    while optimizer is not None and not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer  # type: ignore[no-any-return]
 
 
 def _warn_if_foreign(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

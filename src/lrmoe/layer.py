@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.experts import activations
-from lrmoe.experts.layer_control import Clock, LayerControl, exact_control
+from lrmoe.experts.layer_control import Clock, LayerControl, Moment, exact_control
 from lrmoe.experts.operator import controlled_experts
 from lrmoe.experts.validation import check_not_transformed
 from lrmoe.routing import Gate, TopKRouter, require_token_mask
@@ -41,6 +41,7 @@ class ExpertsEngine(Protocol):
         down_proj: Tensor,
         *,
         control: LayerControl,
+        moment: Moment,
         activation: str = ...,
         gate_up_bias: Tensor | None = ...,
         down_bias: Tensor | None = ...,
@@ -173,16 +174,19 @@ class MoE(nn.Module):
         if token_mask is not None:
             require_token_mask(token_mask, x.shape[:-1])
         check_not_transformed(f"layer {self.control.name or 'of this model'}", batches=True)
+        control = self.control if self.training else _EXACT
+        moment = control.moment(x)
         x_TD = x.reshape(-1, self.dim)
         token_mask_T = None if token_mask is None else token_mask.reshape(-1)
-        if token_mask is None and self.training and torch.is_grad_enabled():
-            token_mask_T = self.control.mask_for(x_TD)
+        if token_mask is None and torch.is_grad_enabled():
+            token_mask_T = moment.token_mask_T
         routing = self.router(x_TD, token_mask_T)
         out_TD: Tensor = self.experts(
             x_TD,
             routing.topk_ids_TK,
             routing.topk_weights_TK,
-            control=self.control if self.training else _EXACT,
+            control=control,
+            moment=moment,
             activation=self.activation,
             token_mask_T=token_mask_T,
         )
@@ -304,6 +308,7 @@ class _Experts(nn.Module):
         topk_weights_TK: Tensor,
         *,
         control: LayerControl,
+        moment: Moment,
         activation: str,
         token_mask_T: Tensor | None,
     ) -> Tensor:
@@ -316,6 +321,7 @@ class _Experts(nn.Module):
             self.gate_up_proj,
             self.down_proj,
             control=control,
+            moment=moment,
             activation=activation,
             gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias,

@@ -26,7 +26,7 @@ def operator_arguments(problem: Problem, config: LRMoEConfig, *, train: bool = T
     return (
         leaves["x_TD"], problem.ids_TK, leaves["topk_weights_TK"], leaves["gate_up_proj"], leaves["down_proj"],
         leaves.get("gate_up_bias"), leaves.get("down_bias"), problem.mask_T, control.clock.position_3,
-        control.identity_2, control.clock.drop, problem.activation, config.selector, config.metric, config.quota,
+        control.identity_3, control.clock.drop_L, problem.activation, config.selector, config.metric, config.quota,
         config.router_grad, config.save, config.remainder, config.error_budget, train,
     )  # fmt: skip
 
@@ -61,7 +61,7 @@ def test_backward_operator_is_registered_as_it_behaves(remainder: Any, drop: flo
             torch.ops.lrmoe.routed_experts_backward.default,
             (
                 problem.grad_TD, x_TD, out[1], alpha_TK, gate_up, down, gate_up_bias, down_bias, mask_T, *out[2:],
-                out[-1], activation, selector, metric, quota, router_grad, save, remainder, error_budget, needs,
+                out[-2], out[-1], activation, selector, metric, quota, router_grad, save, remainder, error_budget, needs,
             ),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
@@ -95,7 +95,7 @@ def test_compiled_training_does_not_recompile() -> None:
         return results
 
     def layer(x: Tensor, ids: Tensor, alpha: Tensor, gate_up: Tensor, down: Tensor, control: LayerControl) -> Tensor:
-        return controlled_experts(x * 2, ids, alpha, gate_up, down, control=control).tanh()
+        return controlled_experts(x * 2, ids, alpha, gate_up, down, control=control, moment=control.moment(x)).tanh()
 
     torch._dynamo.reset()
     counters.clear()
@@ -255,4 +255,4 @@ def test_every_choice_of_the_configuration_runs() -> None:
 
 def test_the_signature_of_the_two_entries_is_one() -> None:
     mine, inner = (inspect.signature(f).parameters for f in (lrmoe.routed_experts, controlled_experts))
-    assert set(mine) - {"config", "step", "layer", "microbatch"} == set(inner) - {"control"}
+    assert set(mine) - {"config", "step", "layer", "microbatch"} == set(inner) - {"control", "moment"}

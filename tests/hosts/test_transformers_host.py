@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from typing import Any
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,8 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 
 import lrmoe
+from lrmoe.experts.layer_control import Call
+from lrmoe.experts.tokens import Tokens
 from lrmoe.hosts import transformers as host
 
 DROP = lrmoe.LRMoEConfig(drop=0.3)
@@ -266,10 +269,16 @@ def test_a_mask_of_other_tokens_is_left_alone() -> None:
     model = build("qwen3_moe")
     recal = lrmoe.attach(model, DROP)
     experts = model.get_submodule(next(iter(recal.layers)))
-    recal.layers[next(iter(recal.layers))].token_mask_T = torch.zeros(36, dtype=torch.bool)
-    x, ids = torch.randn(5, 32), torch.tensor([[0, 1]] * 5)
-    with lrmoe.recording() as calls:
+    inner = model.model.forward
+
+    def forward(**kwargs: Any) -> Any:
+        x, ids = torch.randn(5, 32), torch.tensor([[0, 1]] * 5)
         experts(x, ids, torch.rand(5, 2)).sum().backward()
+        return inner(**kwargs)
+
+    model.model.forward = forward
+    with lrmoe.recording() as calls:
+        model(**padded(batch(), [12, 7, 4], side="right"))
     assert int(calls[0].load_E.sum()) == 10
 
 
@@ -298,10 +307,13 @@ def test_microbatches_and_steps_draw_anew_and_repeat() -> None:
 def test_training_without_calling_the_attached_model_is_noticed() -> None:
     model = build("mixtral")
     recal = lrmoe.attach(model, DROP)
-    # What some adapter libraries do: hooks of the inner model are then skipped.
+    # What some adapter libraries do: hooks of the outer model are then skipped. The inner one is called, and brings the
+    # tokens, so that the microbatch is counted.
     model.forward(**batch()).loss.backward()
-    with pytest.warns(UserWarning, match="without a call of the MixtralForCausalLM that attach"):
-        recal.step()
+    assert recal.clock.microbatch == 0
+    experts = model.get_submodule(next(iter(recal.layers)))
+    with pytest.warns(UserWarning, match=r"layer .*experts was trained without a call of the MixtralForCausalLM that"):
+        experts(torch.randn(5, 32), torch.tensor([[0, 1]] * 5), torch.rand(5, 2)).sum().backward()
 
 
 # --- what stays as it was ----------------------------------------------------------------------------------------
@@ -511,7 +523,8 @@ def test_choices_of_other_ranks_are_left_out() -> None:
         if implementation == "lrmoe":
             recal = lrmoe.attach(model, EXACT)
             # The rows come from other ranks: a mask of this rank's tokens must not be applied.
-            recal.layers["model.layers.0.mlp.experts"].token_mask_T = torch.zeros(5, dtype=torch.bool)
+            nobody = Tokens((1, 5), torch.zeros(1, 5, dtype=torch.bool))
+            recal.clock.calls.append(Call(model, nobody, counts=True))
         else:
             model.set_experts_implementation(implementation)
         torch.manual_seed(1)

@@ -167,6 +167,18 @@ class Meter:
 
 def _plus(sum_so_far: Tensor | None, more: Tensor) -> Tensor:
     return more if sum_so_far is None else sum_so_far + more
+# The totals of no backward.
+NOTHING: dict[str, Any] = {
+    "load": [],
+    "kept": [],
+    "importance_total": 0.0,
+    "importance_kept": 0.0,
+    "variance": 0.0,
+    "backwards": 0,
+    NONFINITE: 0,
+    "forward_seconds": 0.0,
+    "backward_seconds": 0.0,
+}
 
 
 def shares(totals: dict[str, Any]) -> dict[str, Any]:

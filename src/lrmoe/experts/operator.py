@@ -28,7 +28,7 @@ from lrmoe.config import (
 from lrmoe.experts import activations
 from lrmoe.experts.backward import Saved, backward_pass
 from lrmoe.experts.compacted import Bank, Needs, Recipe, forward_rows
-from lrmoe.experts.layer_control import LayerControl
+from lrmoe.experts.layer_control import LayerControl, Moment
 from lrmoe.experts.meter import Meter, Stopwatch
 from lrmoe.experts.validation import (
     ONCE,
@@ -36,6 +36,7 @@ from lrmoe.experts.validation import (
     check_ids,
     check_not_forward_mode,
     check_not_transformed,
+    check_same_position,
     check_same_routing,
 )
 from lrmoe.ops.autocast import without_autocast
@@ -99,8 +100,8 @@ def routed_experts(
         (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
         torch.tensor([config.seed, step, microbatch], dtype=torch.int64, device="cpu"),
         # Nobody's meter.
-        torch.tensor([layer, 0], dtype=torch.int64, device="cpu"),
-        torch.tensor(drop_at(config, step), dtype=torch.float64, device="cpu"),
+        torch.tensor([layer, 0, 0], dtype=torch.int64, device="cpu"),
+        torch.tensor([drop_at(config, step)], dtype=torch.float64, device="cpu"),
         config,
         activation,
     )
@@ -114,21 +115,23 @@ def controlled_experts(
     down_proj: Tensor,
     *,
     control: LayerControl,
+    moment: Moment,
     activation: str = "silu",
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     token_mask_T: Tensor | None = None,
 ) -> Tensor:
-    """What layers and hosts call: :func:`routed_experts` at the position and with the meter of ``control``.
+    """What layers and hosts call: :func:`routed_experts` at the position of ``moment`` and with the meter of
+    ``control``.
 
-    The mask is the caller's: whether ``control.token_mask_T`` describes these tokens, only the layer knows.
+    The mask is the caller's: whether to take that of ``moment``, only the layer knows.
     """
     check_not_transformed(f"layer {control.name or 'of this model'}")
     return _experts(
         (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
-        control.clock.position_3,
-        control.identity_2,
-        control.drop,
+        moment.position_3,
+        control.identity_3,
+        moment.drop_L,
         control.config,
         activation,
     )
@@ -138,7 +141,7 @@ _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor |
 
 
 def _experts(
-    tensors: _Tensors, position_3: Tensor, identity_2: Tensor, drop: Tensor, config: LRMoEConfig, activation: str
+    tensors: _Tensors, position_3: Tensor, identity_3: Tensor, drop_L: Tensor, config: LRMoEConfig, activation: str
 ) -> Tensor:
     """The operator with its arguments checked and in the dtypes it takes; ``tensors`` in the order it takes them."""
     check_arguments(*tensors)
@@ -157,8 +160,8 @@ def _experts(
         None if down_bias is None else down_bias.to(dtype),
         token_mask_T,
         position_3,
-        identity_2,
-        drop,
+        identity_3,
+        drop_L,
         activation,
         config.selector,
         config.metric,
@@ -192,10 +195,13 @@ def counted_experts(ids_TK: Tensor, token_mask_T: Tensor | None, pair_N: Tensor)
     return ids_TK.reshape(-1).index_select(0, pair_N)
 
 
-def routing_fingerprint(ids_TK: Tensor) -> Tensor:
-    """An int64 scalar that tells this routing from another."""
+def routing_fingerprint(ids_TK: Tensor, real_ids_TK: Tensor | None = None) -> Tensor:
+    """An int64 scalar that tells this routing from another; ``real_ids_TK``: the ids with -1 for masked tokens, so that
+    it tells masks apart as well."""
     place_N = torch.arange(ids_TK.numel(), device=ids_TK.device)
-    return draws.mix(ids_TK.reshape(-1) * ids_TK.numel() + place_N).sum()
+    found = draws.mix(ids_TK.reshape(-1) * ids_TK.numel() + place_N).sum()
+    # Twice the second, for masking nobody is not the same as having no mask.
+    return found if real_ids_TK is None else found + 2 * routing_fingerprint(real_ids_TK) + 1
 
 
 @torch.library.custom_op("lrmoe::routed_experts", mutates_args=())
@@ -209,8 +215,8 @@ def _forward(
     down_bias: Tensor | None,
     token_mask_T: Tensor | None,
     position_3: Tensor,
-    identity_2: Tensor,
-    drop: Tensor,
+    identity_3: Tensor,
+    drop_L: Tensor,
     activation: str,
     selector: str,
     metric: str,
@@ -225,10 +231,12 @@ def _forward(
     first are for the backward, and what is large is empty where it cannot come (``train`` false) or is not wanted."""
     check_ids(ids_TK, gate_up_proj.shape[0])
     num_experts, top_k = gate_up_proj.shape[0], ids_TK.shape[1]
-    key_5 = torch.cat([position_3, identity_2])
+    key_5 = torch.cat([position_3, identity_3[:2]])
+    _, handle, place = identity_3.tolist()
+    drop = float(drop_L[place])
     on_cpu = x_TD.device.type == "cpu"
     with_means = train and remainder == "mean"
-    stopwatch = Stopwatch(Meter.find(int(key_5[4])) if train else None, "forward_seconds", on_cpu)
+    stopwatch = Stopwatch(Meter.find(handle) if train else None, "forward_seconds", on_cpu)
     # The operands have autocast's dtype already; inside, it would round what is meant to be fp32.
     with stopwatch, without_autocast(x_TD.device):
         pair_N, count_E = sort_by_expert(ids_TK.reshape(-1), num_experts)
@@ -245,7 +253,7 @@ def _forward(
             norms=train,
             keep_h=train and save == "preactivation",
             # While nothing is dropped nothing is missing.
-            counted_R=counted_experts(ids_TK, token_mask_T, pair_N) if with_means and float(drop) > 0 else None,
+            counted_R=counted_experts(ids_TK, token_mask_T, pair_N) if with_means and drop > 0 else None,
         )
         h_N2F, phi_sq_N = rows.h_R2F, rows.phi_sq_R
         if rows.means is None:
@@ -258,8 +266,8 @@ def _forward(
         own_out_TD = out_TD.clone() if train and router_grad == "sum_rule" else out_TD.new_empty(0, out_TD.shape[1])
         real_ids_TK = ids_TK if token_mask_T is None else torch.where(token_mask_T.unsqueeze(-1), ids_TK, -1)
         load_E = count_per_expert(real_ids_TK.reshape(-1), num_experts)
-        quota_E = quotas(cast(Quota, quota), load_E, float(drop))
-        fingerprint = routing_fingerprint(ids_TK)
+        quota_E = quotas(cast(Quota, quota), load_E, drop)
+        fingerprint = routing_fingerprint(ids_TK, None if token_mask_T is None else real_ids_TK)
     return out_TD, own_out_TD, h_N2F, phi_sq_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint
 
 
@@ -309,6 +317,7 @@ def _backward(
     quota_E: Tensor,
     key_5: Tensor,
     fingerprint: Tensor,
+    forward_key_5: Tensor,
     forward_fingerprint: Tensor,
     activation: str,
     selector: str,
@@ -321,8 +330,9 @@ def _backward(
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of (x, alpha, gate_up_proj, down_proj, gate_up_bias, down_bias), empty where ``needs`` is false."""
+    seed, step, microbatch, layer, handle = key = key_5.tolist()
+    check_same_position(key, forward_key_5.tolist())
     check_same_routing(fingerprint, forward_fingerprint)
-    seed, step, microbatch, layer, handle = key_5.tolist()
     saved = Saved(
         x_TD=x_TD,
         out_TD=out_TD,
@@ -388,7 +398,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
         h_N2F, phi_sq_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint,
     )  # fmt: skip
     ctx.recipe = (activation, selector, metric, quota, router_grad, save, remainder, error_budget)
-    # Eight bytes that no checkpoint recomputes: they tell whether a recompute routed as its forward did.
+    # A few bytes that no checkpoint recomputes: they tell whether a recompute is of this forward, and routed as it did.
+    ctx.forward_key_5 = key_5
     ctx.forward_fingerprint = fingerprint
     ctx.mark_non_differentiable(*output[1:])
     # Otherwise the backward would be handed zeros in the shapes of the other outputs, one of them (N, 2F).
@@ -400,7 +411,7 @@ def _differentiate(ctx: Any, grad_TD: Tensor | None, *_: Tensor | None) -> tuple
         return (None,) * len(ctx.needs_input_grad)
     needed = [ctx.needs_input_grad[position] for position in _DIFFERENTIABLE.values()]
     gradients = torch.ops.lrmoe.routed_experts_backward(
-        grad_TD, *ctx.saved_tensors, ctx.forward_fingerprint, *ctx.recipe, needed
+        grad_TD, *ctx.saved_tensors, ctx.forward_key_5, ctx.forward_fingerprint, *ctx.recipe, needed
     )
     result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     for position, need, gradient in zip(_DIFFERENTIABLE.values(), needed, gradients, strict=True):

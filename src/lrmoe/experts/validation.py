@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType
@@ -147,6 +149,22 @@ def check_ids(ids_TK: Tensor, num_experts: int) -> None:
         )
 
 
+def check_same_position(recomputed: Sequence[int], original: Sequence[int]) -> None:
+    """The forward a checkpoint recomputed is the one whose gradients arrive: its step, microbatch and layer.
+
+    Raises:
+        RuntimeError: if not.
+    """
+    if list(recomputed) != list(original):
+        _, step, microbatch, layer = original[:4]
+        raise RuntimeError(
+            f"activation checkpointing recomputed layer {layer} as step {recomputed[1]}, microbatch {recomputed[2]}, "
+            f"but its forward was step {step}, microbatch {microbatch}: other forwards, or an optimizer step, came in "
+            "between, and what was recomputed does not say which forward it repeats. Use use_reentrant=False around "
+            "the layer, or run each backward before the next forward"
+        )
+
+
 def check_same_routing(recomputed: Tensor, original: Tensor) -> None:
     """The routing a checkpoint recomputed is the one its forward produced.
 
@@ -155,7 +173,8 @@ def check_same_routing(recomputed: Tensor, original: Tensor) -> None:
     """
     message = (
         "activation checkpointing recomputed another routing than the forward used: the router is not deterministic "
-        "(noise or dropout drawn anew). Use preserve_rng_state=True, or keep the router outside the checkpoint"
+        "(noise or dropout drawn anew), or was handed another padding mask. Use preserve_rng_state=True, or keep the "
+        "router outside the checkpoint"
     )
     if original.device.type != "cpu":
         torch._assert_async(recomputed == original, message)

@@ -11,27 +11,27 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lrmoe.experts.layer_control import LayerControl
+from lrmoe.experts.layer_control import Clock
 
 _FUNC = "_gradient_checkpointing_func"
 
 
-def follow_recomputes(model: nn.Module, controls: list[LayerControl]) -> Callable[[], None]:
+def follow_recomputes(model: nn.Module, clock: Clock) -> Callable[[], None]:
     """Makes recomputes of the layers around the controlled experts repeat their forward; returns the way back."""
     layers = [
         module
         for module in model.modules()
         if hasattr(module, "gradient_checkpointing") and any(hasattr(m, "lrmoe_control") for m in module.modules())
     ]
-    hook = _WrapWhenRun(controls)
+    hook = _WrapWhenRun(clock)
     return _Unwrap(layers, [layer.register_forward_pre_hook(hook) for layer in layers])
 
 
 class _WrapWhenRun:
-    def __init__(self, controls: list[LayerControl]) -> None:
-        self._controls = controls
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...]) -> None:
         # A compiled region recomputes from values it has saved itself.
@@ -39,7 +39,7 @@ class _WrapWhenRun:
             return
         function = vars(layer).get(_FUNC)
         if function is not None and not isinstance(function, _Checkpoint):
-            setattr(layer, _FUNC, _Checkpoint(function, self._controls))
+            setattr(layer, _FUNC, _Checkpoint(function, self._clock))
 
 
 class _Unwrap:
@@ -59,45 +59,24 @@ class _Unwrap:
 class _Checkpoint:
     """A checkpointing function, e.g. a partial of ``torch.utils.checkpoint.checkpoint``, with the position added."""
 
-    def __init__(self, inner: Callable[..., Any], controls: list[LayerControl]) -> None:
+    def __init__(self, inner: Callable[..., Any], clock: Clock) -> None:
         self.inner = inner
-        self._controls = controls
+        self._clock = clock
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.inner(function, *args, **kwargs)
-        return self.inner(_AtPosition(function, self._controls), *args, **kwargs)
+        return self.inner(_AtPosition(function, self._clock), *args, **kwargs)
 
 
 class _AtPosition:
     """``function`` as if now were the moment this object was made."""
 
-    def __init__(self, function: Callable[..., Any], controls: list[LayerControl]) -> None:
+    def __init__(self, function: Callable[..., Any], clock: Clock) -> None:
         self._function = function
-        self._controls = controls
-        self._then = _read(controls)
+        self._clock = clock
+        self._then = clock.now
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        now = _read(self._controls)
-        _write(self._controls, self._then)
-        try:
+        with self._clock.back_at(self._then):
             return self._function(*args, **kwargs)
-        finally:
-            _write(self._controls, now)
-
-
-_State = tuple[Tensor, Tensor, Tensor | None]
-
-
-def _read(controls: list[LayerControl]) -> _State:
-    first = controls[0]
-    return first.clock.position_3.clone(), first.clock.drop_L.clone(), first.token_mask_T
-
-
-def _write(controls: list[LayerControl], state: _State) -> None:
-    position_3, drop_L, mask_T = state
-    clock = controls[0].clock
-    clock.position_3.copy_(position_3)
-    clock.drop_L.copy_(drop_L)
-    for control in controls:
-        control.token_mask_T = mask_T

@@ -39,14 +39,17 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
     memory. The callback notices and refuses; see the message for what to do.
 
     Args:
-        recal: what :func:`lrmoe.attach` returned; default: the one attached to the Trainer's model.
+        recal: what :func:`lrmoe.attach` returned; default: the one attached to the model that is trained, found anew
+            whenever a training begins. One that is given must be of that model.
 
     Attributes:
+        recal: the recalibrator of the training that runs or ran last.
         metrics: what :meth:`Recalibrator.metrics` gave at the last training log; None before. Where ranks share the
             experts, ``parallel`` in it is what :meth:`lrmoe.parallel.ExpertParallel.metrics` gave.
     """
 
     def __init__(self, recal: Recalibrator | None = None) -> None:
+        self._given = recal
         self.recal = recal
         self.metrics: dict[str, Any] | None = None
 
@@ -75,8 +78,9 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
                 f"the Trainer would split batches over {args.n_gpu} GPUs in one process (DataParallel), where the "
                 "layers of several replicas cannot keep one position in training; start one process per GPU (torchrun)"
             )
-        if self.recal is None:
-            self.recal = _attached_to(model)
+        self.recal = _attached_to(model) if self._given is None else _require_of_model(self._given, model)
+        self.metrics = None
+        _follow(self.recal, kwargs.get("optimizer"))
         self.recal.set_total_steps(state.max_steps)
         saved = self._saved_in(state)
         if state.global_step == 0:
@@ -205,6 +209,32 @@ def _require_same_weights(stored: dict[str, list[float | str]], recal: Recalibra
             "the per-expert weights that save_pretrained writes. Build the model with from_pretrained(<that "
             "checkpoint>), attach, then call train(resume_from_checkpoint=<that checkpoint>)"
         )
+
+
+def _require_of_model(recal: Recalibrator, model: nn.Module | None) -> Recalibrator:
+    """``recal``, if its layers are among those that are trained."""
+    trained = set() if model is None else set(model.modules())
+    foreign = [name for name, module in recal.modules().items() if module not in trained]
+    if foreign:
+        raise ValueError(
+            f"the recalibrator given to RecalibrationCallback is of another model: its layer {foreign[0]} "
+            f"({len(foreign)} of {len(recal.modules())}) is not in the {type(model).__name__} that the Trainer trains. "
+            "Attach to the model that is trained; with model_init, attach there and give the callback no recalibrator: "
+            "it finds the one of each model"
+        )
+    return recal
+
+
+def _follow(recal: Recalibrator, optimizer: Any) -> None:
+    """Leaves the steps to the optimizer that :func:`lrmoe.attach` was given only if it is the one that trains."""
+    if recal.steps_with_optimizer and not recal.is_following(optimizer):
+        warnings.warn(
+            f"attach() was given another optimizer than the {type(optimizer).__name__} that the Trainer trains with; "
+            "the RecalibrationCallback moves the recalibrator on instead",
+            UserWarning,
+            stacklevel=3,
+        )
+        recal.follow(None)
 
 
 def _attached_to(model: nn.Module | None) -> Recalibrator:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
-from lrmoe.experts.layer_control import LayerControl, exact_control
+from lrmoe.experts.layer_control import LayerControl, Moment, exact_control
 from lrmoe.experts.operator import controlled_experts
 from lrmoe.hosting import layer_label
 from lrmoe.hosts.checkpointing import follow_recomputes
@@ -57,13 +57,13 @@ def lrmoe_experts_forward(self: Experts, hidden_states: Tensor, top_k_index: Ten
         (T, D) in the dtype of ``hidden_states``.
     """
     control = control_of(self)
+    moment = control.moment(hidden_states, batch_major=True)
     gate_up_proj, down_proj = weights(self)
-    mask_T = None
+    mask_T = moment_mask(control, moment)
     if self._is_expert_parallel:
         # The rows are what other ranks sent; the mask of this rank's tokens says nothing about them.
+        mask_T = None
         top_k_index = torch.where(top_k_index >= self.num_experts, -1, top_k_index)
-    else:
-        mask_T = control.mask_for(hidden_states)
     out_TD = controlled_experts(
         hidden_states,
         top_k_index,
@@ -71,12 +71,18 @@ def lrmoe_experts_forward(self: Experts, hidden_states: Tensor, top_k_index: Ten
         gate_up_proj,
         down_proj,
         control=control,
+        moment=moment,
         activation=activation_name(self),
         gate_up_bias=self.gate_up_proj_bias if self.has_bias else None,
         down_bias=self.down_proj_bias if self.has_bias else None,
         token_mask_T=mask_T,
     )
     return out_TD.to(hidden_states.dtype)
+
+
+def moment_mask(control: LayerControl, moment: Moment) -> Tensor | None:
+    """The mask of the rows. With nothing to drop a host's experts keep its gradients, those of padding included."""
+    return moment.token_mask_T if control.config.drop > 0.0 else None
 
 
 def control_of(module: Experts) -> LayerControl:
@@ -168,7 +174,7 @@ class _TransformersHost:
             module.config = copy.copy(module.config)
             module.config._experts_implementation_internal = NAME
             module.lrmoe_control = controls[name]
-        unwrap = follow_recomputes(model, list(controls.values()))
+        unwrap = follow_recomputes(model, next(iter(controls.values())).clock)
         return _Binding(list(modules.values()), before, unwrap, shared)
 
     def engine(self, module: nn.Module) -> ExpertParallel | None:

@@ -59,11 +59,12 @@ class LRMoEExpertParallel(EPImplementation):  # type: ignore[misc]
             (T, D) in the dtype of ``hidden_states``.
         """
         # Here, because hosts.transformers imports this module.
-        from lrmoe.hosts.transformers import activation_name, control_of
+        from lrmoe.hosts.transformers import activation_name, control_of, moment_mask
 
         module = self._experts
         control = control_of(module)
-        mask_T = control.mask_for(hidden_states)
+        moment = control.moment(hidden_states, batch_major=True)
+        mask_T = moment_mask(control, moment)
         num_tokens, dim = hidden_states.shape
         shares_tokens = self.tp_mesh.size() > 1
         if shares_tokens:
@@ -79,6 +80,7 @@ class LRMoEExpertParallel(EPImplementation):  # type: ignore[misc]
             gate_up_proj,
             down_proj,
             control=control,
+            moment=moment,
             activation=activation_name(module),
             gate_up_bias=module.gate_up_proj_bias if module.has_bias else None,
             down_bias=module.down_proj_bias if module.has_bias else None,

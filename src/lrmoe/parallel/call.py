@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lrmoe.experts.compacted import Recipe
@@ -38,3 +39,9 @@ class Call:
     fingerprint: Tensor
     masked: bool = False
     sums: GradientSums | None = None
+
+    @property
+    def position_4(self) -> Tensor:
+        """(seed, step, microbatch, layer), int64 CPU: a tensor, which a checkpoint recomputes with the rest."""
+        seed, step, layer, microbatch = self.position
+        return torch.tensor([seed, step, microbatch, layer], dtype=torch.int64, device="cpu")

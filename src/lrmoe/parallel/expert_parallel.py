@@ -16,7 +16,7 @@ from lrmoe.balance.plan import Ownership, home_ranks
 from lrmoe.balance.policy import Policy
 from lrmoe.config import LRMoEConfig, require_config, require_count, require_number
 from lrmoe.experts.compacted import Recipe
-from lrmoe.experts.layer_control import Clock, LayerControl
+from lrmoe.experts.layer_control import Clock, LayerControl, Moment
 from lrmoe.experts.meter import Meter
 from lrmoe.experts.operator import routing_fingerprint
 from lrmoe.parallel.agreement import Agreement, Terms, describe_policy
@@ -233,9 +233,9 @@ class ExpertParallel:
         clock = Clock(self.config, step=step, microbatch=microbatch)
         return self._run(
             Tensors(x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
-            clock,
-            clock.drop,
-            torch.tensor([layer, 0], device="cpu"),
+            self.config,
+            Moment(clock.position_3, clock.drop_L, token_mask_T),
+            torch.tensor([layer, 0, 0], dtype=torch.int64, device="cpu"),
             activation,
         )
 
@@ -249,17 +249,19 @@ class ExpertParallel:
         down_proj: Tensor,
         *,
         control: LayerControl,
+        moment: Moment,
         activation: str = "silu",
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         token_mask_T: Tensor | None = None,
     ) -> Tensor:
-        """What layers and hosts call: :meth:`routed_experts` at the position and with the meter of ``control``."""
+        """What layers and hosts call: :meth:`routed_experts` at the position of ``moment`` and with the meter of
+        ``control``."""
         return self._run(
             Tensors(x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
-            control.clock,
-            control.drop,
-            control.identity_2,
+            control.config,
+            moment,
+            control.identity_3,
             activation,
         )
 
@@ -357,11 +359,14 @@ class ExpertParallel:
             )
         return layer if number is None else number
 
-    def _run(self, tensors: Tensors, clock: Clock, drop: Tensor, identity_2: Tensor, activation: str) -> Tensor:
+    def _run(
+        self, tensors: Tensors, config: LRMoEConfig, moment: Moment, identity_3: Tensor, activation: str
+    ) -> Tensor:
         """One call, from its arguments to its outputs."""
-        config, drop_now, line = clock.config, float(drop), self._line
-        seed, step, microbatch = clock.position_3.tolist()
-        layer, handle = identity_2.tolist()
+        line = self._line
+        seed, step, microbatch = moment.position_3.tolist()
+        layer, handle, place = identity_3.tolist()
+        drop_now = float(moment.drop_L[place])
         try:
             dtype, train = check_call(tensors, activation, self.store, num_experts=self.num_experts, rank=self.rank)
             number = self._number(layer, tensors.gate_up_proj)
@@ -422,7 +427,7 @@ class ExpertParallel:
             meter=Meter.find(handle),
             train=train,
             recording=loads.recording,
-            fingerprint=routing_fingerprint(own.ids_TK),
+            fingerprint=routing_fingerprint(own.ids_TK, own.real_ids_TK),
             masked=bool(loads.masked_GE.any()),
             sums=GradientSums.of(plan, self.rank, banks, tensors.x_TD.device) if completed else None,
         )

@@ -146,6 +146,7 @@ def down_gradient(
             gate_up,
             down,
             control=control,
+            moment=control.moment(operands.x_TD, batch_major=True),
             activation=activation_name(module),
             gate_up_bias=module.gate_up_proj_bias.detach() if module.has_bias else None,
             down_bias=module.down_proj_bias.detach() if module.has_bias else None,

@@ -1,0 +1,185 @@
+"""Whether a recalibrator is moved along by what trains its layers, and a word to the user where it is not.
+
+A recalibrator that nobody steps never leaves its warm-up, one that is stepped twice leaves it early, and a model in
+evaluation mode drops nothing: none of it shows in the loss. Torch tells of every optimizer step in the process; here
+it is known whose parameters that step has moved.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+# An optimizer step more than this without a step of the recalibrator, and it is told.
+_SPARE = 1
+# Forwards trained on without a step, where no optimizer that holds the parameters themselves is seen to step.
+_FORWARDS = 1000
+
+_MEND = (
+    "call recal.step() once after each optimizer step, or give attach() the optimizer that trains the model, or the "
+    "Trainer a RecalibrationCallback"
+)
+
+
+class Stepping:
+    """Watches one recalibrator.
+
+    Args:
+        model: the attached model.
+        layers: its attached modules.
+        wants_drop: whether its configuration asks for a drop.
+        optimizer: the optimizer whose steps move it on, if there is one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[nn.Module],
+        *,
+        wants_drop: bool,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self._model = model
+        self._layers = list(layers)
+        self._wants_drop = wants_drop
+        self._warned: set[str] = set()
+        self._start(optimizer)
+
+    def _start(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        # Steps of each optimizer that holds parameters of the model, since the recalibrator's last.
+        self._unanswered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._holds: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
+        self._seen = False
+        self._forwards = 0
+        self._exact_forwards = 0
+        _watch(self)
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer whose steps move the recalibrator on."""
+        return None if self._optimizer is None else self._optimizer()
+
+    def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Says whose steps move the recalibrator on; None: somebody calls its ``step()``."""
+        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+
+    def before_forward(self, trains: bool) -> None:
+        """A call of the model begins, with gradients; ``trains``: in training mode."""
+        if trains:
+            self._forwards += 1
+            if self._forwards == _FORWARDS:
+                self._say_nobody(f"{_FORWARDS} forwards were trained on")
+        else:
+            self._exact_forwards += 1
+
+    def is_second(self, counted: bool) -> bool:
+        """Whether a call of ``step()`` follows another one without anything trained on in between; told, once.
+
+        Args:
+            counted: a forward was trained on since the last step.
+        """
+        again = not counted and self._seen and self._exact_forwards == 0 and not any(self._unanswered.values())
+        if again and self._any_training():
+            by = "the optimizer given to attach() moves the recalibrator on" if self.optimizer is not None else "it was"
+            self._warn(
+                "twice",
+                f"step() was called twice for one optimizer step of the {type(self._model).__name__}: {by} already. "
+                + ("This call is left out; remove it" if self.optimizer is not None else "Remove one of the calls"),
+            )
+        return again and self.optimizer is not None
+
+    def stepped(self, counted: bool) -> None:
+        """The recalibrator's step; ``counted``: a forward was trained on since the last one."""
+        trained = self._exact_forwards or any(self._unanswered.values())
+        if self._wants_drop and not counted and trained and not self._any_training():
+            self._say_evaluation()
+        self._unanswered.clear()
+        self._forwards = self._exact_forwards = 0
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some optimizer of this process has made a step."""
+        followed = optimizer is self.optimizer
+        if not followed and not self._is_of_model(optimizer):
+            return
+        self._seen = True
+        if followed:
+            return
+        self._unanswered[optimizer] = self._unanswered.get(optimizer, 0) + 1
+        if self._unanswered[optimizer] > _SPARE:
+            if self._forwards == 0 and self._exact_forwards and self._wants_drop:
+                self._say_evaluation()
+            self._say_nobody(f"{type(optimizer).__name__} made {self._unanswered[optimizer]} steps")
+
+    def _is_of_model(self, optimizer: torch.optim.Optimizer) -> bool:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._holds.get(optimizer)
+        if known is None or known[0] != count:
+            own = {id(parameter) for parameter in self._model.parameters()}
+            held = any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+            known = self._holds[optimizer] = (count, held)
+        return known[1]
+
+    def _any_training(self) -> bool:
+        return any(layer.training for layer in self._layers)
+
+    def _say_nobody(self, what: str) -> None:
+        follows = self.optimizer
+        other = f" The {type(follows).__name__} that attach() was given has made none." if follows is not None else ""
+        self._warn(
+            "nobody",
+            f"{what} on the {type(self._model).__name__}, and nobody has moved its recalibrator on: a warm-up never "
+            f"ends, every step draws alike, and selection biases and guard stand still.{other} {_MEND}",
+        )
+
+    def _say_evaluation(self) -> None:
+        self._warn(
+            "evaluation",
+            f"the {type(self._model).__name__} trains in evaluation mode, in which the backward is exact and nothing "
+            "is dropped (from_pretrained returns models in this mode): call model.train(); to train without dropout, "
+            "set the dropouts to 0",
+        )
+
+    def _warn(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+    def close(self) -> None:
+        """Watches no longer."""
+        _watching.discard(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copied model is trained by another optimizer, or by none yet.
+        kept = ("_model", "_layers", "_wants_drop")
+        return {**{name: vars(self)[name] for name in kept}, "_warned": set()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._start(None)
+
+
+_watching: weakref.WeakSet[Stepping] = weakref.WeakSet()
+_hooked = False
+
+
+def _watch(stepping: Stepping) -> None:
+    global _hooked
+    if not _hooked:
+        _hooked = True
+        register_optimizer_step_post_hook(_after_any_step)
+    _watching.add(stepping)
+
+
+def _after_any_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    # A compiled step is not followed: what it does to Python's objects would become a part of its graph.
+    if torch.compiler.is_compiling():
+        return
+    for stepping in list(_watching):
+        stepping.optimizer_stepped(optimizer)
