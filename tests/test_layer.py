@@ -413,7 +413,7 @@ def test_the_models_attention_mask_is_used_when_attached(drop: float) -> None:
     assert [int(call.load_E.sum()) for call in calls] == [11 * K, 11 * K, 16 * K, 16 * K]
     with pytest.warns(UserWarning, match=r"layer layers\.0 was trained without a call of the Model"):
         y = x + told.layers[0](x, mask)
-        (y + told.layers[1](y, mask))[mask].sum().backward()
+    (y + told.layers[1](y, mask))[mask].sum().backward()
     assert_same(gradients(model), gradients(told), rtol=0, atol=0)
     assert not torch.allclose(model.layers[0].router.weight.grad, ignored.layers[0].router.weight.grad)
     # The mask of a training forward does not reach an evaluation of the same shape or another.

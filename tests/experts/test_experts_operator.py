@@ -61,7 +61,7 @@ def test_backward_operator_is_registered_as_it_behaves(remainder: Any, drop: flo
             torch.ops.lrmoe.routed_experts_backward.default,
             (
                 problem.grad_TD, x_TD, out[1], alpha_TK, gate_up, down, gate_up_bias, down_bias, mask_T, *out[2:],
-                out[-2], out[-1], activation, selector, metric, quota, router_grad, save, remainder, error_budget, needs,
+                *out[-2:], activation, selector, metric, quota, router_grad, save, remainder, error_budget, needs,
             ),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip

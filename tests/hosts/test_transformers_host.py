@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from typing import Any
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
