@@ -167,6 +167,8 @@ class Meter:
 
 def _plus(sum_so_far: Tensor | None, more: Tensor) -> Tensor:
     return more if sum_so_far is None else sum_so_far + more
+
+
 # The totals of no backward.
 NOTHING: dict[str, Any] = {
     "load": [],

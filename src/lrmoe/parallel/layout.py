@@ -80,6 +80,13 @@ class OwnPairs:
     real_E: Tensor
     masked_E: Tensor
 
+    @property
+    def real_ids_TK(self) -> Tensor | None:
+        """The ids with -1 for masked tokens; None where none is masked."""
+        if self.masked_N is None:
+            return None
+        return torch.where(self.masked_N.view_as(self.ids_TK), -1, self.ids_TK)
+
 
 def sort_pairs(topk_ids_TK: Tensor, token_mask_T: Tensor | None, num_experts: int) -> OwnPairs:
     """Sorts and counts the pairs of this rank's tokens, of which ``token_mask_T`` (bool) says which are real."""
