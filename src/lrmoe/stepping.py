@@ -52,7 +52,7 @@ class Stepping:
         self._start(optimizer)
 
     def _start(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self._optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self.follow(optimizer)
         # Steps of each optimizer that holds parameters of the model, since the recalibrator's last.
         self._unanswered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._holds: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
@@ -68,6 +68,7 @@ class Stepping:
 
     def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Says whose steps move the recalibrator on; None: somebody calls its ``step()``."""
+        self._followed = None if optimizer is None else type(optimizer).__name__
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
 
     def before_forward(self, trains: bool) -> None:
@@ -130,8 +131,7 @@ class Stepping:
         return any(layer.training for layer in self._layers)
 
     def _say_nobody(self, what: str) -> None:
-        follows = self.optimizer
-        other = f" The {type(follows).__name__} that attach() was given has made none." if follows is not None else ""
+        other = "" if self._followed is None else f" The {self._followed} that attach() was given has made none."
         self._warn(
             "nobody",
             f"{what} on the {type(self._model).__name__}, and nobody has moved its recalibrator on: a warm-up never "
