@@ -59,7 +59,7 @@ def loss_top(training: Training) -> float | None:
 
 
 def dropped(training: Training) -> Figure | None:
-    """The share of pairs that the schedule let the backward leave out, and the share that it did, in percent."""
+    """The share of pairs that the backward might leave out, by schedule and guard, and the share that it did, in percent."""
     schedule, kept = training.series("drop"), training.series("kept_share")
     data = []
     if kept[0]:
@@ -67,7 +67,7 @@ def dropped(training: Training) -> Figure | None:
         data.append(line(kept[0], series.finite(left_out), _solid(BLUE), "left out", digits=2, width=3))
     if schedule[0]:
         planned = series.finite(100 * value for value in schedule[1])
-        data.append(line(schedule[0], planned, Look(colour=NEUTRAL, dash="dash"), "drop schedule", digits=2))
+        data.append(line(schedule[0], planned, Look(colour=NEUTRAL, dash="dash"), "drop in effect", digits=2))
     for trace in data:
         trace["hovertemplate"] += " %"
     frame = layout("optimizer step", "pairs left out (%)", height=300)

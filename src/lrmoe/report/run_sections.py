@@ -295,7 +295,7 @@ def _held(point: Point) -> str:
 _COLUMNS: tuple[tuple[str, str, str, Callable[[Point], str]], ...] = (
     ("Training loss", "nats per token", "loss", _number("loss", 4)),
     ("Validation loss", "nats per token", "eval_loss", _number("eval_loss", 4)),
-    ("Drop", "scheduled", "drop", _share("drop", 1)),
+    ("Drop", "in effect", "drop", _share("drop", 1)),
     ("Kept pairs", "", "kept_share", _share("kept_share", 1)),
     ("Kept ΣR", "", "kept_importance_share", _share("kept_importance_share", 2)),
     ("V*/ΣR", "", "variance_share", _number("variance_share", 4)),
