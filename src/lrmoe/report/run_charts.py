@@ -59,7 +59,7 @@ def loss_top(training: Training) -> float | None:
 
 
 def dropped(training: Training) -> Figure | None:
-    """The share of pairs that the backward might leave out, by schedule and guard, and the share that it did, in percent."""
+    """The share of pairs that the backward might leave out, and the share that it did, in percent."""
     schedule, kept = training.series("drop"), training.series("kept_share")
     data = []
     if kept[0]:
