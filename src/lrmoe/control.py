@@ -110,7 +110,7 @@ class Recalibrator:
         self._undo = self._hosted.bind(model, self.layers)
         layers = list(self._hosted.modules.values())
         self._calls = CallFollower(model, self.clock, layers, self._before_forward)
-        self._stepping = Stepping(model, layers, wants_drop=config.drop > 0.0)
+        self._stepping = Stepping(model, layers, self.clock, wants_drop=config.drop > 0.0)
         self._optimizer_hook: Any = None
         self.follow(optimizer)
         # Past nn.Module's own bookkeeping: neither a submodule nor part of the state dict.

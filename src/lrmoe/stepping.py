@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from lrmoe.experts.layer_control import Clock
+
 # An optimizer step more than this without a step of the recalibrator, and it is told.
 _SPARE = 1
 # Forwards trained on without a step, where no optimizer that holds the parameters themselves is seen to step.
@@ -33,6 +35,7 @@ class Stepping:
     Args:
         model: the attached model.
         layers: its attached modules.
+        clock: of its layers.
         wants_drop: whether its configuration asks for a drop.
         optimizer: the optimizer whose steps move it on, if there is one.
     """
@@ -41,12 +44,14 @@ class Stepping:
         self,
         model: nn.Module,
         layers: Iterable[nn.Module],
+        clock: Clock,
         *,
         wants_drop: bool,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self._model = model
         self._layers = list(layers)
+        self._clock = clock
         self._wants_drop = wants_drop
         self._warned: set[str] = set()
         self._start(optimizer)
@@ -110,7 +115,8 @@ class Stepping:
         if not followed and not self._is_of_model(optimizer):
             return
         self._seen = True
-        if followed:
+        # Before any forward it is somebody who makes the optimizer's state, to load one into it.
+        if followed or not (self._forwards or self._exact_forwards or self._clock.microbatch >= 0):
             return
         self._unanswered[optimizer] = self._unanswered.get(optimizer, 0) + 1
         if self._unanswered[optimizer] > _SPARE:
@@ -157,7 +163,7 @@ class Stepping:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied model is trained by another optimizer, or by none yet.
-        kept = ("_model", "_layers", "_wants_drop")
+        kept = ("_model", "_layers", "_clock", "_wants_drop")
         return {**{name: vars(self)[name] for name in kept}, "_warned": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

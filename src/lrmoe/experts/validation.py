@@ -173,8 +173,8 @@ def check_same_routing(recomputed: Tensor, original: Tensor) -> None:
     """
     message = (
         "activation checkpointing recomputed another routing than the forward used: the router is not deterministic "
-        "(noise or dropout drawn anew), or was handed another padding mask. Use preserve_rng_state=True, or keep the "
-        "router outside the checkpoint"
+        "(noise or dropout drawn anew), or the recompute was taken for another forward, with another mask. Use "
+        "preserve_rng_state=True and use_reentrant=False, or keep the router outside the checkpoint"
     )
     if original.device.type != "cpu":
         torch._assert_async(recomputed == original, message)

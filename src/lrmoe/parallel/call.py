@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from lrmoe.experts.compacted import Recipe
@@ -21,8 +20,8 @@ class Call:
 
     ``load_E``, ``quota_E``: int64, real pairs of all ranks for each expert and how many are kept; ``position``: (seed,
     step, layer, microbatch); ``train``: a backward may follow; ``recording``: somebody records it, on
-    some rank; ``fingerprint``: of this rank's routing; ``masked``: some rank has masked tokens; ``sums``: what is
-    exchanged for ``remainder="mean"``, None where nothing is.
+    some rank; ``fingerprint``: of this rank's routing and of the position; ``masked``: some rank has masked tokens;
+    ``sums``: what is exchanged for ``remainder="mean"``, None where nothing is.
     """
 
     layout: Layout
@@ -39,9 +38,3 @@ class Call:
     fingerprint: Tensor
     masked: bool = False
     sums: GradientSums | None = None
-
-    @property
-    def position_4(self) -> Tensor:
-        """(seed, step, microbatch, layer), int64 CPU: a tensor, which a checkpoint recomputes with the rest."""
-        seed, step, layer, microbatch = self.position
-        return torch.tensor([seed, step, microbatch, layer], dtype=torch.int64, device="cpu")

@@ -427,7 +427,8 @@ class ExpertParallel:
             meter=Meter.find(handle),
             train=train,
             recording=loads.recording,
-            fingerprint=routing_fingerprint(own.ids_TK, own.real_ids_TK),
+            # With the position: a recompute that took itself for another forward differs as well.
+            fingerprint=routing_fingerprint(own.ids_TK, own.real_ids_TK) + hash((step, microbatch, layer)) % 2**61,
             masked=bool(loads.masked_GE.any()),
             sums=GradientSums.of(plan, self.rank, banks, tensors.x_TD.device) if completed else None,
         )

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lrmoe.experts.compacted import Bank, Needs, forward_rows
 from lrmoe.experts.meter import Stopwatch
-from lrmoe.experts.validation import ONCE, check_same_position, check_same_routing
+from lrmoe.experts.validation import ONCE, check_same_routing
 from lrmoe.ops.autocast import without_autocast
 from lrmoe.ops.permute import weighted_combine
 from lrmoe.parallel.backward import DistributedBackward
@@ -61,7 +61,7 @@ class RoutedExperts(torch.autograd.Function):
         if call.train:
             ctx.save_for_backward(
                 x_RD, own_out_TD, y_LD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
-                *h_parts, phi_sq_R, means_SX, call.layout.pair_L, call.fingerprint, call.position_4, path_0D,
+                *h_parts, phi_sq_R, means_SX, call.layout.pair_L, call.fingerprint, path_0D,
             )  # fmt: skip
         ctx.set_materialize_grads(False)
         return out_TD
@@ -83,9 +83,8 @@ class RoutedExperts(torch.autograd.Function):
         call: Call = ctx.call
         (
             x_RD, own_out_TD, y_LD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
-            h_first, h_second, phi_sq_R, means_SX, pair_L, fingerprint, position_4, _,
+            h_first, h_second, phi_sq_R, means_SX, pair_L, fingerprint, _,
         ) = saved  # fmt: skip
-        check_same_position(position_4.tolist(), call.position_4.tolist())
         check_same_routing(fingerprint, call.fingerprint)
         if grad_TD is None:
             # Other ranks wait for this one's rows.
