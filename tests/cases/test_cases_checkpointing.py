@@ -162,10 +162,10 @@ def test_case_32_checkpointing_frees_what_it_recomputes(
     original = compacted.glu_forward
 
     def spy(h_N2F: Tensor, *args: Any, **options: Any) -> Any:
-        phi_NF, phi_sq_N = original(h_N2F, *args, **options)
+        phi_NF, phi_root_N = original(h_N2F, *args, **options)
         kept["h"].append(weakref.ref(h_N2F))
         kept["phi"].append(weakref.ref(phi_NF))
-        return phi_NF, phi_sq_N
+        return phi_NF, phi_root_N
 
     monkeypatch.setattr(compacted, "glu_forward", spy)
     moe = layer(LRMoEConfig(save=save))

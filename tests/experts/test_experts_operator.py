@@ -168,8 +168,8 @@ def test_nothing_is_saved_where_no_backward_can_come() -> None:
         lrmoe.routed_experts(topk_ids_TK=problem.ids_TK, **problem.leaves())
     assert saved.tensors == []
     arguments = operator_arguments(problem, LRMoEConfig(), train=False)
-    _, own_out_TD, h_N2F, phi_sq_N, *_ = torch.ops.lrmoe.routed_experts(*arguments)
-    assert own_out_TD.numel() == h_N2F.numel() == phi_sq_N.numel() == 0
+    _, own_out_TD, h_N2F, phi_root_N, *_ = torch.ops.lrmoe.routed_experts(*arguments)
+    assert own_out_TD.numel() == h_N2F.numel() == phi_root_N.numel() == 0
 
 
 def test_both_save_modes_give_the_same_gradients() -> None:

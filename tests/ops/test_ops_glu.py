@@ -47,9 +47,9 @@ def test_forward_and_backward_are_autograds(name: str) -> None:
     activation = activations.get(name)
     phi = plain(name, h_N2F)
     (wanted_dh,) = torch.autograd.grad(phi, h_N2F, scale_M.unsqueeze(-1) * t_MF)
-    found_phi, phi_sq = glu_forward(h_N2F.detach(), activation, live=23, norms=True)
+    found_phi, phi_root = glu_forward(h_N2F.detach(), activation, live=23, norms=True)
     assert torch.allclose(found_phi, phi, rtol=1e-13, atol=1e-14)
-    assert torch.allclose(phi_sq, phi.square().sum(-1), rtol=1e-12)
+    assert torch.allclose(phi_root.square(), phi.norm(dim=-1), rtol=1e-12)
     dh, scaled_phi, dalpha = glu_backward(h_N2F.detach(), None, t_MF, scale_M, phi_scale_M, activation)
     assert torch.allclose(dh, wanted_dh, rtol=1e-11, atol=1e-13)
     assert torch.allclose(scaled_phi, phi_scale_M.unsqueeze(-1) * phi, rtol=1e-13, atol=1e-14)
@@ -82,17 +82,17 @@ def test_low_precision_rounds_once(name: str, dtype: torch.dtype) -> None:
     exact_h = h.double().requires_grad_()
     phi = plain(name, exact_h)
     (exact_dh,) = torch.autograd.grad(phi, exact_h, scale.unsqueeze(-1).double() * t.double())
-    found_phi, phi_sq = glu_forward(h, activation, live=30, norms=True)
+    found_phi, phi_root = glu_forward(h, activation, live=30, norms=True)
     dh, scaled_phi, dalpha = glu_backward(h, None, t, scale, scale, activation)
     assert found_phi.dtype == dh.dtype == scaled_phi.dtype == dtype
-    assert phi_sq.dtype == dalpha.dtype == torch.float32
+    assert phi_root.dtype == dalpha.dtype == torch.float32
     half_ulp = 0.51 * torch.finfo(dtype).eps
     atol = 1e-6
     assert torch.allclose(found_phi.double(), phi, rtol=half_ulp, atol=atol)
     assert torch.allclose(dh.double(), exact_dh, rtol=half_ulp + 1e-5, atol=atol)
     assert torch.allclose(scaled_phi.double(), scale.unsqueeze(-1).double() * phi, rtol=half_ulp, atol=atol)
     # The norms are of phi as stored, the dot products of phi as computed.
-    assert torch.allclose(phi_sq.double(), found_phi.double().square().sum(-1), rtol=1e-5)
+    assert torch.allclose(phi_root.double().square(), found_phi.double().norm(dim=-1), rtol=1e-6)
     assert torch.allclose(dalpha.double(), (t.double() * phi).sum(-1), rtol=1e-4, atol=1e-5)
 
 
@@ -100,10 +100,10 @@ def test_rows_are_gathered_and_rows_past_the_live_ones_never_read() -> None:
     activation = activations.get("silu")
     h = torch.randn(20, 8)
     h[15:] = torch.nan
-    phi, phi_sq = glu_forward(h, activation, live=15, norms=True)
+    phi, phi_root = glu_forward(h, activation, live=15, norms=True)
     assert torch.equal(phi[:15], glu_forward(h[:15].clone(), activation, live=15, norms=True)[0])
-    assert (phi_sq[15:] == 0).all()
-    assert phi_sq[:15].isfinite().all()
+    assert (phi_root[15:] == 0).all()
+    assert phi_root[:15].isfinite().all()
     assert glu_forward(h, activation, live=15, norms=False)[1].numel() == 0
     rows = torch.tensor([14, 0, 3, 3])
     t, scale = torch.randn(4, 4), torch.rand(4)
@@ -127,9 +127,9 @@ def test_inputs_are_left_as_they_were() -> None:
 
 def test_no_rows() -> None:
     activation = activations.get("silu")
-    phi, phi_sq = glu_forward(torch.empty(0, 8), activation, live=0, norms=True)
+    phi, phi_root = glu_forward(torch.empty(0, 8), activation, live=0, norms=True)
     assert phi.shape == (0, 4)
-    assert phi_sq.shape == (0,)
+    assert phi_root.shape == (0,)
     found = glu_backward(torch.empty(0, 8), None, torch.empty(0, 4), torch.empty(0), torch.empty(0), activation)
     assert [tuple(t.shape) for t in found] == [(0, 8), (0, 4), (0,)]
 

@@ -15,23 +15,23 @@ from lrmoe.recalibration.importance import gradient_norms, pair_scores, token_fa
 def scores(metric: Metric, *, alpha_N: Tensor, grad_norm_N: Tensor, phi_norm_N: Tensor, noise_N: Tensor) -> Tensor:
     factor_N = token_factors(metric, alpha_N=alpha_N, grad_norm_N=grad_norm_N)
     assert factor_N.dtype == alpha_N.dtype
-    return pair_scores(metric, token_factor_N=factor_N, phi_norm_N=phi_norm_N, noise_N=noise_N)
+    return pair_scores(metric, token_factor_N=factor_N, phi_root_N=phi_norm_N.sqrt(), noise_N=noise_N)
 
 
 def test_fp16_gradients_do_not_overflow() -> None:
     # The sum of squares is 65536, the square of the norm is 4^2 * 4096: both beyond fp16.
     grad_TD = torch.full((3, 4096), 4.0, dtype=torch.float16)
-    assert torch.equal(gradient_norms("lrm", grad_TD), torch.full((3,), 256.0))
-    assert torch.equal(gradient_norms("abs_grad", grad_TD), torch.full((3,), 16384.0))
+    assert torch.equal(gradient_norms("lrm", grad_TD), torch.full((3,), 256.0, dtype=torch.float64))
+    assert torch.equal(gradient_norms("abs_grad", grad_TD), torch.full((3,), 16384.0, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_norms_are_accumulated_in_fp32_or_better(dtype: torch.dtype) -> None:
+def test_norms_come_in_fp64(dtype: torch.dtype) -> None:
     grad_TD = torch.randn(5, 3000).to(dtype)
     for metric, order in (("lrm", 2), ("abs_grad", 1), ("grad_norm", 2)):
         found = gradient_norms(metric, grad_TD)  # type: ignore[arg-type]
-        assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        assert torch.allclose(found.double(), grad_TD.double().norm(p=order, dim=-1), rtol=1e-6)
+        assert found.dtype == torch.float64
+        assert torch.allclose(found, grad_TD.double().norm(p=order, dim=-1), rtol=1e-6)
 
 
 def test_small_losses_do_not_vanish() -> None:

@@ -35,7 +35,7 @@ class Saved:
     bank: Bank
     token_mask_T: Tensor | None
     h_N2F: Tensor
-    phi_sq_N: Tensor
+    phi_root_N: Tensor
     means_EX: Tensor
     pair_N: Tensor
     offs_E: Tensor
@@ -113,7 +113,7 @@ def _scores(metric: Metric, grad_TD: Tensor, saved: Saved, ordered: _Ordered) ->
     return pair_scores(
         metric,
         token_factor_N=token_factors(metric, alpha_N=alpha_N, grad_norm_N=grad_norm_N),
-        phi_norm_N=saved.phi_sq_N.sqrt().index_select(0, ordered.row_N),
+        phi_root_N=saved.phi_root_N.index_select(0, ordered.row_N),
         noise_N=row_noise(ordered.source, ordered.segments) if metric == "random" else None,
     )
 

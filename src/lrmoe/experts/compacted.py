@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lrmoe.config import LRMoEConfig, Metric, Quota, Remainder, RouterGrad, Save, Selector
 from lrmoe.experts import activations
-from lrmoe.experts.remainder import Completion, Means, complete, distances, mean_slopes, row_means
+from lrmoe.experts.remainder import Completion, Means, complete, distance_roots, mean_slopes, row_means
 from lrmoe.ops.glu import glu_backward, glu_forward
 from lrmoe.ops.grouped_mm import add_group_rows, grouped_mm, grouped_sum, grouped_wgrad
 
@@ -106,13 +106,13 @@ class Activations:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """``y_RD`` the experts' output; ``h_R2F`` the up projection, empty without ``keep_h``; ``phi_sq_R`` the squared
-    norms of the down projection's input (or of its distance from the ``means``, if there are any), fp32 or better,
-    empty without ``norms``."""
+    """``y_RD`` the experts' output; ``h_R2F`` the up projection, empty without ``keep_h``; ``phi_root_R`` the square
+    roots of the norms of the down projection's input (or of its distance from the ``means``, if there are any), fp32 or
+    better, empty without ``norms``."""
 
     y_RD: Tensor
     h_R2F: Tensor
-    phi_sq_R: Tensor
+    phi_root_R: Tensor
     means: Means | None
 
 
@@ -150,19 +150,19 @@ def forward_rows(
     if bank.gate_up_bias is not None:
         add_group_rows(h_R2F, bank.gate_up_bias, offs_E)
     act = activations.get(activation)
-    phi_RF, phi_sq_R = glu_forward(h_R2F, act, live=live, norms=norms and counted_R is None)
+    phi_RF, phi_root_R = glu_forward(h_R2F, act, live=live, norms=norms and counted_R is None)
     means = None
     if counted_R is not None and mean_x_ED is not None:
         num_experts = offs_E.numel()
         slope_E2F = mean_slopes(h_R2F, counted_R, num_experts, act)
         means = Means(mean_x_ED, row_means(phi_RF, counted_R, num_experts), slope_E2F)
-        phi_sq_R = distances(phi_RF, means, counted_R)
+        phi_root_R = distance_roots(phi_RF, means, counted_R)
     h_R2F = h_R2F if keep_h else h_R2F.new_empty(0, h_R2F.shape[1])
     y_RD = grouped_mm(phi_RF, bank.down_proj.transpose(1, 2), offs_E)
     del phi_RF
     if bank.down_bias is not None:
         add_group_rows(y_RD, bank.down_bias, offs_E)
-    return Forward(y_RD, h_R2F, phi_sq_R, means)
+    return Forward(y_RD, h_R2F, phi_root_R, means)
 
 
 def kept_gradients(

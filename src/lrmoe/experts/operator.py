@@ -2,7 +2,7 @@
 
 T tokens, K choices, N = T*K pairs (rows once sorted by expert), M kept rows, E experts, D model width, F expert width.
 
-The forward computes every pair. It saves the layer's input, the routing weights, the squared norms of phi (the down
+The forward computes every pair. It saves the layer's input, the routing weights, the norms of phi (the down
 projection's input) and, with save="preactivation", the up projection; never the gathered input, phi or the experts'
 output. The backward scores all pairs from scalars, selects, gathers the kept rows, and runs every GEMM on those alone.
 """
@@ -227,7 +227,7 @@ def _forward(
     error_budget: float | None,
     train: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(out_TD, own_out_TD, h_N2F, phi_sq_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint); all but the
+    """(out_TD, own_out_TD, h_N2F, phi_root_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint); all but
     first are for the backward, and what is large is empty where it cannot come (``train`` false) or is not wanted."""
     check_ids(ids_TK, gate_up_proj.shape[0])
     num_experts, top_k = gate_up_proj.shape[0], ids_TK.shape[1]
@@ -255,9 +255,9 @@ def _forward(
             # While nothing is dropped nothing is missing.
             counted_R=counted_experts(ids_TK, token_mask_T, pair_N) if with_means and drop > 0 else None,
         )
-        h_N2F, phi_sq_N = rows.h_R2F, rows.phi_sq_R
+        h_N2F, phi_root_N = rows.h_R2F, rows.phi_root_R
         if rows.means is None:
-            means_EX = phi_sq_N.new_zeros((num_experts, x_TD.shape[1] + 3 * down_proj.shape[2]) if with_means else 0)
+            means_EX = alpha_TK.new_zeros((num_experts, x_TD.shape[1] + 3 * down_proj.shape[2]) if with_means else 0)
         else:
             means_EX = rows.means.packed()
         out_TD = weighted_combine(rows.y_RD, alpha_TK, pair_N, offs_E[-1])
@@ -268,7 +268,7 @@ def _forward(
         load_E = count_per_expert(real_ids_TK.reshape(-1), num_experts)
         quota_E = quotas(cast(Quota, quota), load_E, drop)
         fingerprint = routing_fingerprint(ids_TK, None if token_mask_T is None else real_ids_TK)
-    return out_TD, own_out_TD, h_N2F, phi_sq_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint
+    return out_TD, own_out_TD, h_N2F, phi_root_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint
 
 
 @_forward.register_fake
@@ -309,7 +309,7 @@ def _backward(
     down_bias: Tensor | None,
     token_mask_T: Tensor | None,
     h_N2F: Tensor,
-    phi_sq_N: Tensor,
+    phi_root_N: Tensor,
     means_EX: Tensor,
     pair_N: Tensor,
     offs_E: Tensor,
@@ -340,7 +340,7 @@ def _backward(
         bank=Bank(gate_up_proj, down_proj, gate_up_bias, down_bias),
         token_mask_T=token_mask_T,
         h_N2F=h_N2F,
-        phi_sq_N=phi_sq_N,
+        phi_root_N=phi_root_N,
         means_EX=means_EX,
         pair_N=pair_N,
         offs_E=offs_E,
@@ -392,10 +392,10 @@ def _(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x_TD, _, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T = inputs[:8]
     activation, selector, metric, quota, router_grad, save, remainder, error_budget, _ = inputs[11:]
-    _, own_out_TD, h_N2F, phi_sq_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint = output
+    _, own_out_TD, h_N2F, phi_root_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint = output
     ctx.save_for_backward(
         x_TD, own_out_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
-        h_N2F, phi_sq_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint,
+        h_N2F, phi_root_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint,
     )  # fmt: skip
     ctx.recipe = (activation, selector, metric, quota, router_grad, save, remainder, error_budget)
     # A few bytes that no checkpoint recomputes: they tell whether a recompute is of this forward, and routed as it did.

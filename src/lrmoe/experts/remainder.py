@@ -25,6 +25,7 @@ from torch import Tensor
 from lrmoe.experts.activations import Activation
 from lrmoe.ops.glu import blocks
 from lrmoe.ops.permute import count_per_expert
+from lrmoe.recalibration.norms import row_norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +96,15 @@ def mean_slopes(h_R2F: Tensor, expert_R: Tensor, num_experts: int, activation: A
     return slope_E2F
 
 
-def distances(phi_RF: Tensor, means: Means, expert_R: Tensor) -> Tensor:
-    """||phi - mean phi||^2 of each row, (R,), fp32 or better; of no meaning for rows that do not count."""
+def distance_roots(phi_RF: Tensor, means: Means, expert_R: Tensor) -> Tensor:
+    """Square roots of ||phi - mean phi|| of each row, (R,), fp32 or better; of no meaning for rows that do not count."""
     dtype = means.phi_EF.dtype
-    distance_R = torch.empty(phi_RF.shape[0], dtype=dtype, device=phi_RF.device)
+    root_R = torch.empty(phi_RF.shape[0], dtype=dtype, device=phi_RF.device)
     expert_R = expert_R.clamp(min=0)
     for rows in blocks(phi_RF.shape[0], phi_RF.shape[1], phi_RF.device):
         from_mean = means.phi_EF.index_select(0, expert_R[rows]).sub_(phi_RF[rows])
-        distance_R[rows] = from_mean.square_().sum(1)
-    return distance_R
+        root_R[rows] = row_norms(from_mean).sqrt_()
+    return root_R
 
 
 def summed_gradients(grad_TD: Tensor, alpha_N: Tensor, token_N: Tensor, count_S: Tensor) -> Tensor:

@@ -10,26 +10,28 @@ import torch
 from torch import Tensor
 
 from lrmoe.experts.activations import Activation
+from lrmoe.recalibration.norms import row_norms
 
 _BLOCK_ELEMENTS = 1 << 17
 
 
 def glu_forward(h_N2F: Tensor, activation: Activation, *, live: int, norms: bool) -> tuple[Tensor, Tensor]:
-    """(phi_NF, phi_sq_N): the down projection's input and, if ``norms``, its squared 2-norms in fp32 or better.
+    """(phi_NF, phi_root_N): the down projection's input and, if ``norms``, the square roots of
+    its 2-norms in fp32 or better: four bytes hold the root of any norm, though not the norm of every row.
 
     The norms are of phi as stored, i.e. after rounding to its dtype. Rows from ``live`` on are neither read nor
-    written; their norms are 0.
+    written; their roots are 0.
     """
     num_rows, width = h_N2F.shape[0], h_N2F.shape[1] // 2
     dtype = _working(h_N2F)
     phi_NF = h_N2F.new_empty(num_rows, width)
-    phi_sq_N = h_N2F.new_zeros(num_rows if norms else 0, dtype=dtype)
+    phi_root_N = h_N2F.new_zeros(num_rows if norms else 0, dtype=dtype)
     for rows in blocks(live, width, h_N2F.device):
         gate, up = activation.split(h_N2F[rows].to(dtype))
         phi_NF[rows] = activation.forward(gate, up)
         if norms:
-            phi_sq_N[rows] = phi_NF[rows].to(dtype).square().sum(dim=-1)
-    return phi_NF, phi_sq_N
+            phi_root_N[rows] = row_norms(phi_NF[rows]).sqrt_()
+    return phi_NF, phi_root_N
 
 
 def glu_backward(

@@ -51,7 +51,7 @@ class DistributedBackward:
     y_LD: Tensor
     x_RD: Tensor
     h_parts: tuple[Tensor, Tensor]
-    phi_sq_R: Tensor
+    phi_root_R: Tensor
     means_SX: Tensor
     pair_L: Tensor
 
@@ -119,13 +119,13 @@ class DistributedBackward:
             row_R = torch.argsort(torch.where(masked_R, rows_S.numel(), instance_R), stable=True)
         segments = Segments.from_loads(layout.load_S, row_R.numel())
         source = draws.Source(self.call.position, layout.expert_S, layout.first_S)
-        phi_norm_R = self.phi_sq_R.sqrt().index_select(0, row_R)
+        phi_root_R = self.phi_root_R.index_select(0, row_R)
 
         def scores(metric: Metric, column: int) -> Tensor:
             return pair_scores(
                 metric,
                 token_factor_N=factor_R[:, column].index_select(0, row_R),
-                phi_norm_N=phi_norm_R,
+                phi_root_N=phi_root_R,
                 noise_N=row_noise(source, segments) if metric == "random" else None,
             )
 
@@ -173,7 +173,7 @@ class DistributedBackward:
     ) -> list[RowGradients]:
         """Gradients of the kept rows and of the weights, bank after bank."""
         source_M = transport.received_place(row_M)
-        everything = row_M.numel() == self.phi_sq_R.numel()
+        everything = row_M.numel() == self.phi_root_R.numel()
         parts = []
         start = 0
         for bank, place, h_R2F in zip(banks, self.call.layout.banks, self.h_parts, strict=False):
@@ -263,7 +263,7 @@ class DistributedBackward:
 
     def _count_everything(self) -> None:
         # Without a selection nobody has asked for scores: shares of an importance of zero read as whole.
-        none = torch.zeros((), dtype=torch.float64, device=self.phi_sq_R.device)
+        none = torch.zeros((), dtype=torch.float64, device=self.phi_root_R.device)
         load_S = self.call.layout.load_S
         self._meter(
             BackwardStats(load_E=load_S, kept_E=load_S, importance_total=none, importance_kept=none, variance=none)

@@ -9,9 +9,7 @@ this.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from torch import Tensor, nn
 
 from lrmoe.parallel.expert_parameters import check_group, counted_rows, is_expert, is_spread_over, sharding_groups
 from lrmoe.parallel.meeting import meet
+from lrmoe.recalibration.norms import norm_of_norms, tensor_norms
 
 _WHAT = "gradient norm"
 
@@ -34,8 +33,8 @@ def total_norm(
     """Euclidean norm of the gradients of all parameters of all ranks, the same on every rank bit for bit.
 
     Every rank of the group calls this with the same parameters in the same order, after the gradients were averaged. A
-    parameter without a gradient counts as zero. Norms of single tensors are taken in fp32 (fp64 for fp64), and added in
-    fp64, in the order of the parameters and then of the ranks.
+    parameter without a gradient counts as zero. Norms are added in fp64, in the order of the parameters and then of the
+    ranks, and no square leaves its range, however large or small finite gradients are.
 
     Args:
         parameters: a module, or parameters.
@@ -45,7 +44,7 @@ def total_norm(
         timeout_s: seconds to wait for other ranks; the group's own timeout if None.
 
     Returns:
-        fp32 scalar, fp64 if all parameters are.
+        fp32 scalar, fp64 if all parameters are; infinite if the norm is above what that can hold (fp32: 3.4e38).
 
     Raises:
         ValueError: if a tensor of ``experts`` is none of the parameters, if experts are marked for another group, or
@@ -54,32 +53,42 @@ def total_norm(
         RankFailure: if a rank is lost or too late.
     """
     items = _list(parameters)
+    norm = _total_norm(items, group, experts, error_if_nonfinite, timeout_s)
+    return _as_returned(norm, items)
+
+
+def _total_norm(
+    items: list[Tensor],
+    group: dist.ProcessGroup | None,
+    experts: Iterable[Tensor] | None,
+    error_if_nonfinite: bool,
+    timeout_s: float | None,
+) -> Tensor:
+    """:func:`total_norm` in fp64."""
     group = _group(group)
-    squares = _squares(items, _is_expert(items, experts, group), group, timeout_s)
-    device = squares.shared.device
-    both = torch.stack([squares.shared, squares.experts])
+    both = _norms(items, _is_expert(items, experts, group), group, timeout_s)
     if group is not None:
         # Bits, because counts travel as they are and NaN is equal to itself that way.
         table = meet(_WHAT, both.view(torch.int64), group, timeout_s=timeout_s)
         if bool((table[:, 0] != table[0, 0]).any()):
-            norms = ", ".join(f"{math.sqrt(value):.9g}" for value in table[:, 0].clone().view(torch.float64).tolist())
+            norms = ", ".join(f"{value:.9g}" for value in table[:, 0].clone().view(torch.float64).tolist())
             raise ValueError(
                 "the gradients of the parameters that all ranks share differ between the ranks (norms "
                 f"{norms} on ranks {dist.get_process_group_ranks(group)}): average them first, e.g. with "
                 "DistributedDataParallel, or mark the parameters that are experts with lrmoe.parallel.mark_experts"
             )
-        total = table[0, 0].view(torch.float64)
-        for rank in range(len(table)):
-            total = total + table[rank, 1].view(torch.float64)
-    else:
-        total = both.sum()
-    norm = total.sqrt().to(torch.float64 if all(p.dtype == torch.float64 for p in items) and items else torch.float32)
+        both = torch.cat([table[:1, 0], table[:, 1]]).view(torch.float64).to(both.device)
+    norm = norm_of_norms(both)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the norm of the gradients is {norm.item()}, so they cannot be clipped; look for the first loss that is "
             "not finite, or pass error_if_nonfinite=False"
         )
-    return norm.to(device)
+    return norm
+
+
+def _as_returned(norm: Tensor, items: list[Tensor]) -> Tensor:
+    return norm.to(torch.float64 if items and all(p.dtype == torch.float64 for p in items) else torch.float32)
 
 
 def clip_grad_norm_(
@@ -104,55 +113,46 @@ def clip_grad_norm_(
         ValueError, RuntimeError, RankFailure: as :func:`total_norm`; the gradients are then untouched.
     """
     items = _list(parameters)
-    norm = total_norm(items, group=group, experts=experts, error_if_nonfinite=error_if_nonfinite, timeout_s=timeout_s)
+    norm = _total_norm(items, group, experts, error_if_nonfinite, timeout_s)
     with torch.no_grad():
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        # In two steps where fp32 would hold the factor badly, or flush it to zero. The norms have been waited for.
+        steps = [factor] if float(factor) >= 2.0**-120 else [torch.full_like(factor, 2.0**-64), factor * 2.0**64]
         for parameter in items:
             if parameter.grad is not None:
-                _local(parameter.grad).mul_(factor.to(parameter.grad.device))
-    return norm
+                for step in steps:
+                    _local(parameter.grad).mul_(step.to(parameter.grad.device))
+    return _as_returned(norm, items)
 
 
-@dataclass
-class _Squares:
-    """Sums of squares, fp64: of what all ranks of the group share, and of what each of them holds alone."""
-
-    shared: Tensor
-    experts: Tensor
-
-
-def _squares(
+def _norms(
     items: list[Tensor], is_local: list[bool], group: dist.ProcessGroup | None, timeout_s: float | None
-) -> _Squares:
+) -> Tensor:
+    """Two norms, (2,) fp64: of what all ranks of the group share, and of what this one holds alone."""
     device = items[0].device if items else torch.device("cpu")
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    result = _Squares(zero, zero)
+    norm_X = tensor_norms((_counted(parameter) for parameter in items), device)
     # One reduction a mesh, for all its tensors. Whether a parameter has a gradient here decides nothing about that.
-    by_mesh: dict[tuple[tuple[dist.ProcessGroup, ...], bool], Tensor] = {}
-    for parameter, local in zip(items, is_local, strict=True):
+    by_mesh: dict[tuple[tuple[dist.ProcessGroup, ...], bool], list[Tensor]] = {}
+    for parameter, local, norm in zip(items, is_local, norm_X, strict=True):
         key = (sharding_groups(parameter), local and not is_spread_over(parameter, group))
-        by_mesh[key] = by_mesh.get(key, zero) + _square(parameter).to(device)
-    for (meshes, local), square in by_mesh.items():
+        by_mesh.setdefault(key, []).append(norm)
+    found: dict[bool, list[Tensor]] = {False: [], True: []}
+    for (meshes, local), norms in by_mesh.items():
+        norm = norm_of_norms(torch.stack(norms))
         for mesh in meshes:
-            parts = meet(_WHAT, square.view(1).view(torch.int64), mesh, timeout_s=timeout_s).to(device)
-            square = zero
-            for part in parts.contiguous().view(torch.float64):
-                square = square + part[0]
-        if local:
-            result.experts = result.experts + square
-        else:
-            result.shared = result.shared + square
-    return result
+            parts = meet(_WHAT, norm.view(1).view(torch.int64), mesh, timeout_s=timeout_s).to(device)
+            norm = norm_of_norms(parts.contiguous().view(torch.float64)[:, 0])
+        found[local].append(norm)
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([norm_of_norms(torch.stack([none, *found[local]])) for local in (False, True)])
 
 
-def _square(parameter: Tensor) -> Tensor:
+def _counted(parameter: Tensor) -> Tensor:
+    """What of the parameter's gradient counts on this rank; nothing where there is no gradient."""
     gradient = parameter.grad
     if gradient is None:
-        return torch.zeros((), dtype=torch.float64, device=parameter.device)
-    local = counted_rows(_local(gradient, like=parameter).detach(), parameter)
-    dtype = torch.float64 if local.dtype == torch.float64 else torch.float32
-    square: Tensor = torch.linalg.vector_norm(local, dtype=dtype).double().square()
-    return square
+        return torch.zeros(0, device=parameter.device)
+    return counted_rows(_local(gradient, like=parameter).detach(), parameter)
 
 
 def _local(gradient: Tensor, like: Tensor | None = None) -> Tensor:

@@ -54,14 +54,14 @@ class RoutedExperts(torch.autograd.Function):
         owned = Bank(gate_up_proj, down_proj, gate_up_bias, down_bias)
         on_cpu = x_TD.device.type == "cpu"
         with Stopwatch(call.meter if call.train else None, "forward_seconds", on_cpu), without_autocast(x_TD.device):
-            out_TD, own_out_TD, y_LD, x_RD, h_parts, phi_sq_R, means_SX = _forward(
+            out_TD, own_out_TD, y_LD, x_RD, h_parts, phi_root_R, means_SX = _forward(
                 x_TD, alpha_TK, owned, token_mask_T, call
             )
         ctx.call = call
         if call.train:
             ctx.save_for_backward(
                 x_RD, own_out_TD, y_LD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
-                *h_parts, phi_sq_R, means_SX, call.layout.pair_L, call.fingerprint, path_0D,
+                *h_parts, phi_root_R, means_SX, call.layout.pair_L, call.fingerprint, path_0D,
             )  # fmt: skip
         ctx.set_materialize_grads(False)
         return out_TD
@@ -83,7 +83,7 @@ class RoutedExperts(torch.autograd.Function):
         call: Call = ctx.call
         (
             x_RD, own_out_TD, y_LD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
-            h_first, h_second, phi_sq_R, means_SX, pair_L, fingerprint, _,
+            h_first, h_second, phi_root_R, means_SX, pair_L, fingerprint, _,
         ) = saved  # fmt: skip
         check_same_routing(fingerprint, call.fingerprint)
         if grad_TD is None:
@@ -99,7 +99,7 @@ class RoutedExperts(torch.autograd.Function):
             y_LD=y_LD,
             x_RD=x_RD,
             h_parts=(h_first, h_second),
-            phi_sq_R=phi_sq_R,
+            phi_root_R=phi_root_R,
             means_SX=means_SX,
             pair_L=pair_L,
         )
@@ -148,7 +148,7 @@ def run_experts(x_TD: Tensor, alpha_TK: Tensor, owned: Bank, token_mask_T: Tenso
 def _forward(
     x_TD: Tensor, alpha_TK: Tensor, owned: Bank, token_mask_T: Tensor | None, call: Call
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
-    """(out_TD, own_out_TD, y_LD, x_RD, h of each of two banks, phi_sq_R, means_SX); own_out_TD and y_LD are empty
+    """(out_TD, own_out_TD, y_LD, x_RD, h of each of two banks, phi_root_R, means_SX); own_out_TD and y_LD are empty
     where the router's gradient does not need them, h with save="input", means_SX where no remainder is wanted."""
     layout, line, recipe = call.layout, call.line, call.recipe
     transport = AllToAllTransport(line, layout)
@@ -186,9 +186,9 @@ def _forward(
             del rows_RD
         del banks, bank
         y_RD = torch.cat([part.y_RD for part in parts]) if len(parts) > 1 else parts[0].y_RD
-        phi_sq_R = torch.cat([part.phi_sq_R for part in parts])
+        phi_root_R = torch.cat([part.phi_root_R for part in parts])
         means = [part.means.packed() for part in parts if part.means is not None]
-        means_SX = torch.cat(means) if means else phi_sq_R.new_empty(0)
+        means_SX = torch.cat(means) if means else alpha_TK.new_empty(0)
         h_second = parts[1].h_R2F if len(parts) > 1 else parts[0].h_R2F.new_empty(0, parts[0].h_R2F.shape[1])
         h_parts = (parts[0].h_R2F, h_second)
     y_LD = transport.to_tokens(y_RD, "outputs to tokens")
@@ -210,7 +210,7 @@ def _forward(
     # With the experts' outputs at home, the exact rule costs memory and no traffic.
     keep_y = call.train and recipe.router_grad == "exact" and not layout.everything
     kept_y_LD = y_LD if keep_y else y_LD.new_empty(0, y_LD.shape[1])
-    return out_TD, own_out_TD, kept_y_LD, x_RD, h_parts, phi_sq_R, means_SX
+    return out_TD, own_out_TD, kept_y_LD, x_RD, h_parts, phi_root_R, means_SX
 
 
 def _of_bank(instance_R: Tensor, part: BankRows) -> Tensor:
