@@ -1,6 +1,6 @@
 """Scores at the ends of the range, quotas that leave nothing, and what moves without a gradient.
 
-T tokens, E experts, D model width, F expert width, N rows, X numbers in a row.
+T tokens, K choices, D model width.
 """
 
 from __future__ import annotations
@@ -11,17 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import lrmoe
 from lrmoe import LRMoEConfig
 from lrmoe.parallel import clip_grad_norm_, total_norm
-from lrmoe.recalibration.norms import norm_of_norms, row_norms, tensor_norms
-
-SMALLEST = {torch.float16: 2.0**-14, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126, torch.float64: 2.0**-500}
-LARGEST = {torch.float16: 2.0**14, torch.bfloat16: 2.0**126, torch.float32: 2.0**126, torch.float64: 2.0**500}
 
 
 @pytest.fixture(params=[False, True], ids=["subnormal numbers", "flush to zero"])
@@ -66,14 +60,12 @@ class OneExpert:
         return kept
 
 
-def ends(dtype: torch.dtype) -> list[float]:
-    """Where sums of squares in fp32 (fp64 for fp64) have left their range, up to the ends of that of the numbers."""
-    if dtype == torch.float64:
-        return [2.0**-510, 2.0**510]
+def ends() -> list[float]:
+    """Where sums of squares in fp32 have left their range, up to the ends of that of the numbers."""
     return [2.0**-126, 2.0**-90, 2.0**-76, 2.0**66, 2.0**90, 2.0**125]
 
 
-CASES = [(dtype, c) for dtype in (torch.bfloat16, torch.float32) for c in ends(dtype)]
+CASES = [(dtype, c) for dtype in (torch.bfloat16, torch.float32) for c in ends()]
 
 
 @pytest.mark.parametrize(("dtype", "c"), CASES)
@@ -86,8 +78,11 @@ def test_s4_topq_keeps_the_larger_gradient(dtype: torch.dtype, c: float, flush: 
     assert large / small == pytest.approx(2.25, rel=1e-4)
 
 
-@pytest.mark.parametrize("metric", ["lrm", "grad_norm", "alpha_grad", "abs_grad"])
-@pytest.mark.parametrize("c", [2.0**-126, 2.0**-76, 2.0**66, 2.0**126])
+@pytest.mark.parametrize(
+    ("metric", "c"),
+    [(metric, c) for metric in ("lrm", "grad_norm", "alpha_grad") for c in (2.0**-126, 2.0**-90, 2.0**66, 2.0**126)]
+    + [("abs_grad", 2.0**127)],
+)
 def test_s4_every_metric_of_the_gradient(metric: Any, c: float) -> None:
     assert OneExpert([1.0, 1.0], [c, 1.5 * c], torch.float32).kept(selector="topq", metric=metric) == [False, True]
 
@@ -109,7 +104,6 @@ def test_s4_norms_beyond_fp32_of_finite_numbers() -> None:
     call = wide.train(selector="topq")
     assert call.kept_TK[:, 0].tolist() == [False, True]
     assert call.importance_TK.isfinite().all()
-    assert row_norms(torch.full((1, 4096), 3e38)).item() == pytest.approx(64 * 3e38, rel=1e-6)
 
 
 @pytest.mark.parametrize("exponent", [-120, -100, -70, 70, 100, 120])
@@ -152,43 +146,6 @@ def test_s4_the_metrics_are_numbers() -> None:
         recal.step()
 
 
-@st.composite
-def rows(draw: st.DrawFn) -> Tensor:
-    """Rows of fp32 numbers whose magnitudes are anywhere in the normal range, the same in a row or not."""
-    number = st.builds(lambda m, e: math.ldexp(m, e), st.floats(-1.0, 1.0, width=32), st.integers(-110, 127))
-    size = draw(st.integers(1, 9))
-    return torch.tensor(draw(st.lists(st.lists(number, min_size=size, max_size=size), min_size=1, max_size=6)))
-
-
-@settings(max_examples=200, deadline=None)
-@given(rows_NX=rows(), dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]))
-def test_s4_row_norms_are_those_of_hypot(rows_NX: Tensor, dtype: torch.dtype) -> None:
-    rows_NX = rows_NX.clamp(-6e4, 6e4).to(dtype) if dtype == torch.float16 else rows_NX.clamp(-3e38, 3e38).to(dtype)
-    found_N = row_norms(rows_NX)
-    assert found_N.dtype == torch.float64
-    wanted = [math.hypot(*row) for row in rows_NX.tolist()]
-    assert found_N.tolist() == pytest.approx(wanted, rel=1e-6, abs=0.0)
-    of_tensors = tensor_norms(rows_NX, torch.device("cpu"))
-    assert of_tensors.tolist() == pytest.approx(wanted, rel=1e-6, abs=0.0)
-    assert norm_of_norms(of_tensors).item() == pytest.approx(math.hypot(*wanted), rel=1e-6, abs=0.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_s4_a_rows_norm_depends_on_no_other_row(dtype: torch.dtype) -> None:
-    """Bit for bit, at the same shape, whatever the range of the others; and what is not finite shows."""
-    rows_NX = torch.randn(5, 33).to(dtype)
-    plain_N = row_norms(rows_NX)
-    for value in (0.0, SMALLEST[dtype], LARGEST[dtype], math.inf, math.nan):
-        beside_NX = rows_NX.clone()
-        beside_NX[2] = value
-        found_N = row_norms(beside_NX)
-        assert torch.equal(found_N[[0, 1, 3, 4]], plain_N[[0, 1, 3, 4]])
-        assert bool(found_N[2].isfinite()) == math.isfinite(value)
-    assert row_norms(rows_NX[:0]).shape == (0,)
-    assert row_norms(rows_NX[:, :0]).tolist() == [0.0] * 5
-    assert norm_of_norms(torch.tensor([1.0, math.inf], dtype=torch.float64)).item() == math.inf
-
-
 def with_gradient(gradient: Any, dtype: torch.dtype) -> nn.Parameter:
     gradient = torch.as_tensor(gradient, dtype=dtype)
     parameter = nn.Parameter(torch.zeros_like(gradient))
@@ -198,18 +155,17 @@ def with_gradient(gradient: Any, dtype: torch.dtype) -> nn.Parameter:
 
 @pytest.mark.parametrize(
     ("c", "dtype"),
-    [(c, torch.float32) for c in (1e-30, 1e-37, 1e20, 1e37)]
+    [(c, torch.float32) for c in (1e-30, 1e-36, 1e20, 1e37)]
     + [(c, torch.bfloat16) for c in (1e-30, 1e25)]
     + [(c, torch.float64) for c in (1e-200, 1e200, 1e300)],
 )
 def test_s4_clipping_at_the_ends_of_the_range(c: float, dtype: torch.dtype, flush: bool) -> None:
-    """Gradients 3 c and 4 c in one tensor and 12 c in another: the norm is 13 c, and the clipped gradients are those of
-    c = 1."""
-    items = [with_gradient([3 * c, 4 * c], dtype), with_gradient([12 * c], dtype)]
+    """Gradients of the norms 3 c, 4 c and 12 c: together 13 c, and clipped they are those of c = 1."""
+    items = [with_gradient([part * c / 8] * 64, dtype) for part in (3, 4, 12)]
     assert total_norm(items).item() == pytest.approx(13 * c, rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
     if c > 1:
         clip_grad_norm_(items, 1.0)
-        found = [x for item in items for x in item.grad.tolist()]  # type: ignore[union-attr]
+        found = [item.grad.double().norm().item() for item in items]  # type: ignore[union-attr]
         assert found == pytest.approx([3 / 13, 4 / 13, 12 / 13], rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
 
 

@@ -97,7 +97,8 @@ def mean_slopes(h_R2F: Tensor, expert_R: Tensor, num_experts: int, activation: A
 
 
 def distance_roots(phi_RF: Tensor, means: Means, expert_R: Tensor) -> Tensor:
-    """Square roots of ||phi - mean phi|| of each row, (R,), fp32 or better; of no meaning for rows that do not count."""
+    """The square root of ||phi - mean phi|| of each row, (R,), fp32 or better; of no meaning for rows that do not
+    count."""
     dtype = means.phi_EF.dtype
     root_R = torch.empty(phi_RF.shape[0], dtype=dtype, device=phi_RF.device)
     expert_R = expert_R.clamp(min=0)

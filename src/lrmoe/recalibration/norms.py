@@ -21,20 +21,16 @@ _BLOCK = 1 << 22
 def row_norms(rows_NX: Tensor) -> Tensor:
     """2-norms of the rows, (N,) fp64: right for any finite numbers of fp16, bf16 and fp32, and for those of fp64 as far
     as the norm itself is a number of fp64. Not finite where a row is not. A row's norm depends on no other row."""
-    dtype = rows_NX.dtype
-    if dtype == torch.float16:
+    if rows_NX.dtype == torch.float16:
         # Its squares lie well within fp32.
-        return torch.linalg.vector_norm(rows_NX, dim=-1, dtype=torch.float32).to(torch.float64)
-    if rows_NX.device.type != "cpu" or dtype == torch.bfloat16 or not rows_NX.numel():
+        return _norm(rows_NX, torch.float32)
+    if rows_NX.device.type != "cpu" or rows_NX.dtype == torch.bfloat16 or not rows_NX.numel():
         return _of_any_range(rows_NX)
-    # On a CPU sums in the numbers' own precision are the fastest, and asking whether they were good enough costs no
-    # waiting for a device.
-    norm_N = torch.linalg.vector_norm(rows_NX, dim=-1)
-    least, most = torch.aminmax(norm_N)
-    if _SAFE_LEAST <= least.item() and most.item() <= _SAFE_MOST:
-        return norm_N.to(torch.float64)
+    # On a CPU sums in the numbers' own precision are the fastest, and asking whether they were good enough makes nobody
+    # wait.
+    norm_N = _norm(rows_NX, rows_NX.dtype)
     safe_N = (norm_N >= _SAFE_LEAST) & (norm_N <= _SAFE_MOST)
-    return torch.where(safe_N, norm_N.to(torch.float64), _of_any_range(rows_NX))
+    return norm_N if bool(safe_N.all()) else torch.where(safe_N, norm_N, _of_any_range(rows_NX))
 
 
 def tensor_norms(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -48,8 +44,8 @@ def tensor_norms(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     # Whole gradients: in fp64 they would take four times their memory, and on a GPU several times as long.
     for place, norm in enumerate(norm_X.tolist()):
         if not _SAFE_LEAST <= norm <= _SAFE_MOST:
-            blocks = [_of_any_range(block) for block in tensors[place].reshape(-1).split(_BLOCK)]
-            norm_X[place] = norm_of_norms(torch.stack(blocks))
+            blocks = torch.split(tensors[place].reshape(-1), _BLOCK)
+            norm_X[place] = norm_of_norms(torch.stack([_of_any_range(block) for block in blocks]))
     return norm_X
 
 
@@ -59,11 +55,15 @@ def norm_of_norms(norm_X: Tensor) -> Tensor:
 
 
 def _of_any_range(rows_NX: Tensor) -> Tensor:
-    if rows_NX.dtype != torch.float64:
-        return torch.linalg.vector_norm(rows_NX, dim=-1, dtype=torch.float64)
-    if not rows_NX.shape[-1]:
-        return rows_NX.new_zeros(rows_NX.shape[:-1])
+    if rows_NX.dtype != torch.float64 or not rows_NX.shape[-1]:
+        return _norm(rows_NX, torch.float64)
     largest_N = rows_NX.abs().amax(-1)
     # With an infinite number among them the norm is infinite, and not NaN.
     unit_N = torch.where(largest_N > 0, largest_N.clamp(max=torch.finfo(torch.float64).max), 1.0)
-    return torch.linalg.vector_norm(rows_NX / unit_N.unsqueeze(-1), dim=-1) * unit_N
+    return _norm(rows_NX / unit_N.unsqueeze(-1), torch.float64) * unit_N
+
+
+def _norm(rows_NX: Tensor, dtype: torch.dtype) -> Tensor:
+    """In fp64, accumulated in ``dtype``."""
+    norm_N: Tensor = torch.linalg.vector_norm(rows_NX, dim=-1, dtype=dtype)
+    return norm_N.to(torch.float64)
