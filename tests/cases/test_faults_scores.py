@@ -135,11 +135,12 @@ def test_s4_distances_from_the_mean(exponent: int, flush: bool) -> None:
 def test_s4_the_metrics_are_numbers() -> None:
     """Gradients of 1e20 gave an infinite sum R and kept every pair."""
     moe = lrmoe.MoE(dim=8, expert_dim=4, num_experts=4, top_k=2)
-    recal = lrmoe.attach(nn.Sequential(moe), LRMoEConfig(drop=0.5, guard_variance=None))
+    model = nn.Sequential(moe)
+    recal = lrmoe.attach(model, LRMoEConfig(drop=0.5, guard_variance=None))
     x = torch.randn(32, 8)
     for scale in (1e20, 1e-30):
         moe.zero_grad()
-        (moe(x) * scale).sum().backward()
+        (model(x) * scale).sum().backward()
         found = recal.metrics()
         assert 0.45 < found["kept_share"] < 0.55
         assert 0.0 < found["kept_importance_share"] < 1.0
