@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.integrations.moe import ExpertsInterface
 
 from lrmoe.experts.layer_control import LayerControl, Moment, exact_control
@@ -22,6 +23,7 @@ from lrmoe.experts.operator import controlled_experts
 from lrmoe.hosting import layer_label
 from lrmoe.hosts.checkpointing import follow_recomputes
 from lrmoe.hosts.expert_modules import Experts, activation_of, is_experts, weights, why_not
+from lrmoe.hosts.per_expert_weights import hang_on
 from lrmoe.hosts.trainer_callback import RecalibrationCallback
 
 try:
@@ -127,11 +129,17 @@ class _Binding:
     """The way back from :meth:`_TransformersHost.bind`. An object, not a closure: a model must stay picklable."""
 
     def __init__(
-        self, modules: list[Experts], configs: list[Any], unwrap: Callable[[], None], shared: list[Any]
+        self,
+        modules: list[Experts],
+        configs: list[Any],
+        unwrap: Callable[[], None],
+        handles: list[RemovableHandle],
+        shared: list[Any],
     ) -> None:
         self._modules = modules
         self._configs = configs
         self._unwrap = unwrap
+        self._handles = handles
         self._shared = shared
 
     def __call__(self) -> None:
@@ -140,6 +148,8 @@ class _Binding:
             del module.lrmoe_control
         for layer in self._shared:
             layer.engine = None
+        for handle in self._handles:
+            handle.remove()
         self._unwrap()
 
 
@@ -175,7 +185,7 @@ class _TransformersHost:
             module.config._experts_implementation_internal = NAME
             module.lrmoe_control = controls[name]
         unwrap = follow_recomputes(model, next(iter(controls.values())).clock)
-        return _Binding(list(modules.values()), before, unwrap, shared)
+        return _Binding(list(modules.values()), before, unwrap, hang_on(model), shared)
 
     def engine(self, module: nn.Module) -> ExpertParallel | None:
         layer = None if transformers_ep is None else transformers_ep.of_module(module)
