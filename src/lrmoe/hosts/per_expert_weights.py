@@ -3,8 +3,8 @@
 Transformers stacks a layer's experts into one parameter and writes them one by one. ``from_pretrained`` converts on the
 way back, ``load_state_dict`` does not: given such a file it takes the weights whose names are the same and leaves the
 experts (of some models the router too) as they are. Its Trainer loads that way when it resumes, and when it goes back
-to the best checkpoint at the end. The hook here, hung on an attached model, brings the rest into the model's form first,
-by Transformers' own mapping.
+to the best checkpoint at the end. The hook here, hung on an attached model, brings the rest into the model's form
+first, by Transformers' own mapping; where the model is sharded over ranks, whole weights into its layout.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ class PerExpertWeights:
         ``load_state_dict`` to report."""
         own = named_tensors(module)
         given = {key.removeprefix(prefix): value for key, value in state_dict.items() if key.startswith(prefix)}
+        for name, value in given.items():
+            if name in own:
+                state_dict[prefix + name] = _sharded_like(own[name], value)
         if given.keys() <= own.keys():
             return
         mapping = _Mapping(module, own)
@@ -79,10 +82,10 @@ def hang_on(model: nn.Module) -> list[RemovableHandle]:
     return handles
 
 
-def hook_of(module: nn.Module) -> PerExpertWeights | None:
-    """The hook that hangs on this very module, or None."""
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a hook hangs on this very module."""
     hooks = (getattr(entry, "hook", entry) for entry in module._load_state_dict_pre_hooks.values())
-    return next((hook for hook in hooks if isinstance(hook, PerExpertWeights)), None)
+    return any(isinstance(hook, PerExpertWeights) for hook in hooks)
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -159,9 +162,13 @@ class _Mapping:
         return str(target), pattern
 
 
-def _sharded_like(own: Tensor, value: Tensor) -> Tensor:
-    """``value`` in the layout of ``own``, of which other ranks may hold the rest."""
-    if not isinstance(own, DTensor):
+def _sharded_like(own: Tensor, value: Any) -> Any:
+    """A whole tensor in the layout of ``own``, of which other ranks hold the rest: torch does not copy one into the
+    other. Anything else as it is."""
+    if not isinstance(own, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != own.shape:
         return value
     with torch.no_grad():
+        # Every rank has read the whole, so none needs to send it.
         return distribute_tensor(value.to(own.device), own.device_mesh, own.placements, src_data_rank=None)

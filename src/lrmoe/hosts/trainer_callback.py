@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.trainer_callback import (
+    CallbackHandler,
     ExportableState,
     TrainerCallback,
     TrainerControl,
@@ -15,10 +16,10 @@ from transformers.trainer_callback import (
 )
 from transformers.training_args import TrainingArguments
 
-from lrmoe import strict_json
 from lrmoe.control import Recalibrator
 from lrmoe.experts.meter import NONFINITE, SECONDS, SHARES
 from lrmoe.hosts.expert_modules import EXPERT_PARALLEL
+from lrmoe.hosts.restored_weights import check_best_can_be_loaded, check_resumed, report_best, sample_weights
 
 # The scalars of Recalibrator.metrics() that go into the Trainer's logs, as "lrmoe/<name>".
 LOGGED = ("drop", "guarded_layers", NONFINITE, *SHARES)
@@ -27,16 +28,17 @@ LOGGED = ("drop", "guarded_layers", NONFINITE, *SHARES)
 class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Moves a recalibrator along with a Trainer, logs what its backward passes did, and resumes it.
 
-    ``Trainer(..., callbacks=[RecalibrationCallback(recal)])`` puts the metrics into the Trainer's history and its
-    console output. Reporters (TensorBoard, W&B, ...) run before callbacks that are passed in; to have the metrics there
-    too, use :meth:`add_to` instead. The metrics are those of this process, or, where the experts are spread over ranks
-    by ``ep_implementation="lrmoe"``, of all ranks together; the policy that balances the ranks is then moved along and
-    resumed too.
+    ``Trainer(..., callbacks=[RecalibrationCallback(recal)])`` or ``trainer.add_callback(RecalibrationCallback(recal))``
+    puts the metrics into the Trainer's history, its console output and its reporters (TensorBoard, W&B, ...): before
+    the first log the callback moves ahead of them. The metrics are those of this process, or, where the experts are
+    spread over ranks by ``ep_implementation="lrmoe"``, of all ranks together; the policy that balances the ranks is
+    then moved along and resumed too.
 
     The recalibrator's state is kept in the checkpoint's ``trainer_state.json``, so
-    ``trainer.train(resume_from_checkpoint=...)`` continues with the draws the interrupted run would have made. The
-    Trainer itself does not load experts that ``save_pretrained`` has written one by one: it goes on with those in
-    memory. The callback notices and refuses; see the message for what to do.
+    ``trainer.train(resume_from_checkpoint=...)`` continues with the draws the interrupted run would have made. An
+    attached model takes its experts from the checkpoint when the Trainer loads it, which other models do not; the
+    callback compares, refuses to go on with other experts, and logs what it goes on from. Where
+    ``load_best_model_at_end`` could not restore the experts it refuses before training.
 
     Args:
         recal: what :func:`lrmoe.attach` returned; default: the one attached to the model that is trained, found anew
@@ -54,7 +56,7 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
         self.metrics: dict[str, Any] | None = None
 
     def add_to(self, trainer: Any) -> RecalibrationCallback:
-        """Adds the callback ahead of the Trainer's others, so that every reporter sees its metrics.
+        """Adds the callback ahead of the Trainer's others, where it would move itself when training begins.
 
         Raises:
             ValueError: if the Trainer already has one.
@@ -81,6 +83,7 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
         self.recal = _attached_to(model) if self._given is None else _require_of_model(self._given, model)
         self.metrics = None
         _follow(self.recal, kwargs.get("optimizer"))
+        check_best_can_be_loaded(args, self.recal, model)
         self.recal.set_total_steps(state.max_steps)
         saved = self._saved_in(state)
         if state.global_step == 0:
@@ -97,7 +100,7 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
             self.recal.load_state_dict(saved["recalibrator"])
             self._resume_policy(saved.get("balancer"))
             if state.is_world_process_zero:
-                _require_same_weights(saved["weights"], self.recal, state.global_step)
+                check_resumed(saved["weights"], self.recal, args, state)
         # The Trainer fails to save where a resumed state does not know a callback.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
 
@@ -108,6 +111,12 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
             self.recal.step()
         if (engine := engine_of(self.recal)) is not None:
             engine.step()
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        # The first event after all callbacks have been given to the Trainer and before the first log.
+        _move_ahead(self)
 
     def on_log(
         self,
@@ -126,6 +135,12 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
         # The Trainer has filed this log already; `logs` is what goes to the callbacks that follow.
         state.log_history[-1].update(scalars)
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.recal is not None and state.is_world_process_zero:
+            report_best(args, state, self.recal)
+
     def state(self) -> dict[str, Any]:
         """What the Trainer writes into its checkpoints for this callback."""
         recal = self.recal
@@ -134,7 +149,7 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
         engine = engine_of(recal)
         saved = {
             "recalibrator": recal.state_dict(),
-            "weights": _sample_weights(recal),
+            "weights": sample_weights(recal),
             "balancer": None if engine is None else engine.state_dict(),
         }
         return {"args": {}, "attributes": {"saved": saved}}
@@ -155,6 +170,22 @@ class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[m
         if isinstance(entry, list):
             raise ValueError(f"the checkpoint was saved with {len(entry)} RecalibrationCallbacks; one is supported")
         return None if entry is None else entry["attributes"]["saved"]
+
+
+def _move_ahead(callback: RecalibrationCallback) -> None:
+    """Puts the callback before the Trainer's others, so that its printer and its reporters, which come before whatever
+    a user adds, see the metrics of a log and not only its history."""
+    # Callbacks are told everything but who calls them.
+    frame = inspect.currentframe()
+    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+        frame = frame.f_back
+    if frame is None:
+        return
+    callbacks = frame.f_locals["self"].callbacks
+    if callback in callbacks and callbacks[0] is not callback:
+        # In place, and those that follow stay where they are: the handler is going through the list.
+        callbacks.remove(callback)
+        callbacks.insert(0, callback)
 
 
 def engine_of(recal: Recalibrator) -> Any:
@@ -179,36 +210,6 @@ def _scalars(metrics: dict[str, Any]) -> dict[str, float]:
     scalars = {name: float(value) for name in LOGGED if (value := metrics.get(name)) is not None}
     # Layers measure their time on a CPU only.
     return scalars | {name: float(metrics[name]) for name in SECONDS if metrics.get(name)}
-
-
-_SAMPLES = 16
-
-
-def _sample_weights(recal: Recalibrator) -> dict[str, list[float | str]]:
-    """A few entries of each weight of each attached layer: enough to tell trained weights from others."""
-    samples = {}
-    with torch.no_grad():
-        for layer, module in recal.modules().items():
-            for name, weight in module.named_parameters():
-                # A shard's entries belong to a layout that a resumed run need not have.
-                if weight.numel() and not hasattr(weight, "placements"):
-                    places = torch.arange(_SAMPLES, device=weight.device) * (weight.numel() - 1) // (_SAMPLES - 1)
-                    entries = weight.detach().reshape(-1)[places].double().tolist()
-                    # As words where they are not finite: no NaN is equal to itself, and JSON knows none.
-                    samples[f"{layer}.{name}"] = strict_json.spelled(entries)
-    return samples
-
-
-def _require_same_weights(stored: dict[str, list[float | str]], recal: Recalibrator, step: int) -> None:
-    here = _sample_weights(recal)
-    different = [name for name in stored if name in here and here[name] != stored[name]]
-    if different:
-        raise ValueError(
-            f"{different[0].lstrip('.')} is not what it was when the checkpoint at step {step} was saved "
-            f"({len(different)} weights differ): the Trainer has not restored the experts, because it does not convert "
-            "the per-expert weights that save_pretrained writes. Build the model with from_pretrained(<that "
-            "checkpoint>), attach, then call train(resume_from_checkpoint=<that checkpoint>)"
-        )
 
 
 def _require_of_model(recal: Recalibrator, model: nn.Module | None) -> Recalibrator:
