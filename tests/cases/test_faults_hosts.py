@@ -181,7 +181,7 @@ def load_over_ranks(group: Any) -> list[str]:
 
 
 def test_s3_over_ranks_too() -> None:
-    assert run_world(2, load_over_ranks) == [[], []]
+    assert run_world(2, load_over_ranks, timeout=180.0) == [[], []]
 
 
 # W10: what a resumed run says.
