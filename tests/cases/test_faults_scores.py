@@ -62,7 +62,7 @@ class OneExpert:
 
 def ends() -> list[float]:
     """Where sums of squares in fp32 have left their range, up to the ends of that of the numbers."""
-    return [2.0**-126, 2.0**-90, 2.0**-76, 2.0**66, 2.0**90, 2.0**125]
+    return [2.0**-126, 2.0**-90, 2.0**-82, 2.0**66, 2.0**90, 2.0**125]
 
 
 CASES = [(dtype, c) for dtype in (torch.bfloat16, torch.float32) for c in ends()]
@@ -106,7 +106,7 @@ def test_s4_norms_beyond_fp32_of_finite_numbers() -> None:
     assert call.importance_TK.isfinite().all()
 
 
-@pytest.mark.parametrize("exponent", [-120, -100, -70, 70, 100, 120])
+@pytest.mark.parametrize("exponent", [-120, -100, -82, 70, 100, 120])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_s4_pps_draws_what_it_draws_of_ordinary_gradients(dtype: torch.dtype, exponent: int, flush: bool) -> None:
     """Gradients times a power of two: the same draws, of which the row with a quarter of the importance's root gets a
@@ -163,7 +163,7 @@ def with_gradient(gradient: Any, dtype: torch.dtype) -> nn.Parameter:
 def test_s4_clipping_at_the_ends_of_the_range(c: float, dtype: torch.dtype, flush: bool) -> None:
     """Gradients of the norms 3 c, 4 c and 12 c: together 13 c, and clipped they are those of c = 1."""
     items = [with_gradient([part * c / 8] * 64, dtype) for part in (3, 4, 12)]
-    assert total_norm(items).item() == pytest.approx(13 * c, rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
+    assert total_norm(items).item() == pytest.approx(13 * c, rel=1e-2 if dtype == torch.bfloat16 else 1e-5, abs=0.0)
     if c > 1:
         clip_grad_norm_(items, 1.0)
         found = [item.grad.double().norm().item() for item in items]  # type: ignore[union-attr]
