@@ -6,6 +6,9 @@ import pytest
 import rounding
 import torch
 
+from lrmoe.experts import operator
+from lrmoe.recalibration.quota import level
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("arithmetic", "how the machine computes (`make test-portable`)")
@@ -24,3 +27,15 @@ def seed() -> int:
     """Seeds torch's generator before each test; tests that need another seed derive it from this one."""
     torch.manual_seed(0)
     return 0
+
+
+@pytest.fixture
+def starving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quotas add up to the rounded share and no more, though experts with load then keep nothing: no quota of ours does
+    that, but a plan of somebody's own may, and the backward has to bear it."""
+
+    def starved(_: str, load_E: torch.Tensor, drop: float) -> torch.Tensor:
+        target = torch.floor((1.0 - drop) * load_E.sum().to(torch.float64) + 0.5).to(torch.int64)
+        return level(load_E, target)
+
+    monkeypatch.setattr(operator, "quotas", starved)

@@ -155,7 +155,7 @@ def test_quotas_are_exact_and_within_the_loads(loads: list[int], ranks: int, kin
     quota = rank_quotas(kind, torch.tensor(loads), homes, drop).tolist()  # type: ignore[arg-type]
     assert all(0 <= q <= load for q, load in zip(quota, loads, strict=True))
     target = math.floor((1 - drop) * sum(loads) + 0.5)
-    assert sum(quota) == (max(target, sum(load > 0 for load in loads)) if kind == "expert" else target)
+    assert sum(quota) == max(target, sum(load > 0 for load in loads))
     if kind == "level" and len(set(homes)) > 1:
         before, after = (
             [sum(v for v, h in zip(x, homes, strict=True) if h == r) for r in set(homes)] for x in (loads, quota)

@@ -37,6 +37,7 @@ def test_case_01_experts_without_tokens(drop: float, selector: Any) -> None:
 
 @pytest.mark.parametrize("accumulate", ["nothing", "grad", "fp32 main_grad"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("starving")
 def test_case_02_idle_experts_get_zeros_and_not_old_memory(dtype: torch.dtype, accumulate: str) -> None:
     """Gradients of experts that got no pair, or kept none, are exactly 0 though the memory for them was dirty, and
     leave what is accumulated into as it was. (The size at which GPU kernels failed needs a GPU.)"""
@@ -94,6 +95,7 @@ def test_case_03_rows_that_nobody_wrote_are_never_read(dtype: torch.dtype, save:
 
 @pytest.mark.parametrize("router_grad", ["exact", "sum_rule", "kept"])
 @pytest.mark.parametrize("save", ["preactivation", "input"])
+@pytest.mark.usefixtures("starving")
 def test_case_N1_an_expert_that_is_empty_in_the_backward_alone(save: Any, router_grad: Any) -> None:
     """An expert with load and no quota is a group of the forward's products and none of the backward's."""
     problem = standard(ids_TK=forced([60, 1, 1, 1, 1, 0, 0, 64], 2), bias=True)

@@ -72,6 +72,7 @@ WAYS = ["plain", "compiled", "autocast", "checkpointed", "reentrant"]
 
 @pytest.mark.parametrize("save", ["preactivation", "input"])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.usefixtures("starving")
 def test_case_34_every_expert_that_kept_a_pair_moves(way: str, save: Any) -> None:
     """One step moves exactly the experts with a kept pair, both projections, compiled or not, under autocast or not,
     checkpointed either way or not. ``lrmoe doctor`` does the same to a user's model (tests/test_doctor.py)."""

@@ -31,6 +31,7 @@ def test_case_07_padding_displaces_nothing(selector: Any) -> None:
         assert (call.weight_TK[real] == 1).all()
 
 
+@pytest.mark.usefixtures("starving")
 def test_case_07_and_N4_a_mask_keeps_padding_out_of_loads_and_quotas() -> None:
     """Two sequences of 8 with 11 of 16 places padded by one and the same vector: with the mask, load report, quota and
     kept pairs are of the 5 real tokens; without it the quota counts padding and so is three times as large."""

@@ -33,6 +33,7 @@ def dlogits(problem: Problem, logits_TE: Tensor, **options: Any) -> tuple[Tensor
 
 
 @pytest.mark.parametrize("drop", [0.0, 0.5, 0.97])
+@pytest.mark.usefixtures("starving")
 def test_case_13_the_gradient_of_the_logits(drop: float) -> None:
     """With quotas of all, half, and next to none of the load: "exact" gives the loop's gradient of the logits always;
     "sum_rule" for tokens that lost at most one pair of two or more; "kept" where nothing was lost. (Copies of the

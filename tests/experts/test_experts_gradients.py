@@ -253,6 +253,7 @@ def test_pooled_quotas_follow_the_gradients_of_the_experts() -> None:
     assert_equal(exact, expected(problem, torch.ones_like(problem.alpha_TK)), 1e-10)
 
 
+@pytest.mark.usefixtures("starving")
 def test_a_loaded_expert_without_quota_gets_exact_zeros() -> None:
     # Levelled to a cap of zero for most: experts 1 to 4 have load and keep nothing.
     ids_TK = torch.tensor([[0], [0], [0], [1], [2], [3], [4]])

@@ -1,6 +1,8 @@
 """How many pairs the backward of each expert keeps, from the loads alone. All integer, all on the loads' device.
 
-The quotas of N pairs at drop rho add up to round((1 - rho) N) exactly.
+The quotas of N pairs at drop rho add up to round((1 - rho) N) exactly, or to the number of experts that have any pairs,
+if that is more: each of them keeps at least one. An expert that kept none would have a gradient of zero whatever its
+pairs are, and no weight on other pairs could make up for it.
 """
 
 from __future__ import annotations
@@ -14,13 +16,13 @@ from lrmoe.config import Quota
 def quotas(kind: Quota, load_E: Tensor, drop: float) -> Tensor:
     """int64 (E,), 0 <= quota <= load. ``load_E`` int64: pairs routed to each expert (padding not counted).
 
-    ``expert``: every expert keeps the share 1 - drop of its load, by largest remainder, and at least one pair if it
-    has any (with more loaded experts than pairs to keep, each keeps one, and the total is their number).
+    ``expert``: every expert keeps the share 1 - drop of its load, by largest remainder, and at least one pair.
     ``level``: only the most loaded drop, down to a common cap.
     ``pooled``: as ``expert``; the backward splits their sum anew (:mod:`lrmoe.recalibration.pooling`).
     """
     # In fp64, which an int64 tensor times a float would not be.
     target = torch.floor((1.0 - drop) * load_E.sum().to(torch.float64) + 0.5).to(torch.int64)
+    target = torch.maximum(target, (load_E > 0).sum())
     return level(load_E, target) if kind == "level" else _same_share(load_E, drop, target)
 
 
