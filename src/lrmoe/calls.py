@@ -12,16 +12,16 @@ B sequences, S tokens each.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lrmoe.experts.layer_control import Call, Clock
+from lrmoe.experts.layer_control import Call, Clock, layer_in_words
 from lrmoe.experts.recompute import in_backward, region
 from lrmoe.experts.tokens import Tokens
+from lrmoe.once import Once
 
 _MASK = "attention_mask"
 _TOKENS = ("input_ids", "inputs_embeds")
@@ -53,7 +53,7 @@ class CallFollower:
         self._clock = clock
         self._layers = list(layers)
         self._before = before
-        self._warned: set[str] = set()
+        self._once = Once()
         clock.outside, clock.unclear = self._say_outside, self._say_unclear
         self.handles: list[Any] = []
         for module in _parts(model, self._layers):
@@ -85,24 +85,19 @@ class CallFollower:
             calls.pop()
 
     def _say_outside(self, layer: str) -> None:
-        self._warn(
+        self._once.warn(
             "outside",
-            f"layer {layer or 'of this model'} was trained without a call of the {type(self._model).__name__} that "
+            f"{layer_in_words(layer)} was trained without a call of the {type(self._model).__name__} that "
             "attach() was given, so the microbatches of a step share one draw and padding masks are not seen; attach "
             "to the module that you call (with adapters: to the adapted model), and call it, not its forward",
         )
 
     def _say_unclear(self, layer: str, reason: str) -> None:
-        self._warn(
+        self._once.warn(
             reason,
-            f"layer {layer or 'of this model'} does not use the {_MASK} of this call: {reason}. Padding then counts in "
+            f"{layer_in_words(layer)} does not use the {_MASK} of this call: {reason}. Padding then counts in "
             "its loads and quotas; hand the layer its own mask, moe(x, token_mask=...)",
         )
-
-    def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(message, UserWarning, stacklevel=2)
 
 
 class _Part:
@@ -144,9 +139,7 @@ def _find_tokens(named: Mapping[str, Any]) -> tuple[str | None, Any]:
     for name in _TOKENS:
         if named.get(name) is not None:
             return name, named[name]
-    for name, value in named.items():
-        return name, value
-    return None, None
+    return next(iter(named.items()), (None, None))
 
 
 def _several(named: Mapping[str, Any], own: str | None, shape: tuple[int, int]) -> bool:

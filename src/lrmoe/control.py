@@ -12,8 +12,9 @@ from torch import nn
 
 from lrmoe.calls import CallFollower
 from lrmoe.config import LRMoEConfig, require_config, require_count
-from lrmoe.experts.layer_control import Clock, LayerControl
-from lrmoe.experts.meter import NONFINITE, NOTHING, SECONDS, SHARES, mean_over_layers, shares
+from lrmoe.evenness import mean_of_known
+from lrmoe.experts.layer_control import Clock, LayerControl, layer_in_words
+from lrmoe.experts.meter import NONFINITE, NOTHING, SECONDS, SHARES, shares
 from lrmoe.experts.validation import check_not_transformed
 from lrmoe.guarding import Guard, as_sums
 from lrmoe.hosting import Host as Host
@@ -221,14 +222,13 @@ class Recalibrator:
         layers = {
             name: {**shares(layer), "guarded": held[name], "drop": in_force[name]} for name, layer in totals.items()
         }
-        summary: dict[str, Any] = {"step": self.clock.step, "drop": 0.0, "scheduled_drop": scheduled}
+        summary: dict[str, Any] = {"step": self.clock.step, "scheduled_drop": scheduled}
         summary["guarded_layers"] = sum(held.values())
         summary["guard_events"] = [dict(event) for event in self._guard.events]
         # Of no backward at all: nothing was dropped.
-        summary |= {key: value for key, value in shares(NOTHING).items() if key in SHARES}
+        ran = list(layers.values()) or [{**shares(NOTHING), "drop": 0.0}]
         for key in ("drop", *SHARES):
-            if layers:
-                summary[key] = mean_over_layers(layers.values(), key)
+            summary[key] = mean_of_known([layer[key] for layer in ran])
         for key in (NONFINITE, *SECONDS):
             summary[key] = sum(layer[key] for layer in layers.values())
         summary["layers"] = layers
@@ -318,7 +318,7 @@ class Recalibrator:
     def _before_forward(self, trains: bool) -> None:
         if trains:
             # Before a transform has got hold of the position.
-            check_not_transformed(f"layer {next(iter(self.layers)) or 'of this model'}")
+            check_not_transformed(layer_in_words(next(iter(self.layers))))
             if self._config.final_dense_steps and self.clock.config.total_steps is None:
                 drop_at(self._config, self.clock.step)  # Raises, saying what is missing.
         if not torch.compiler.is_compiling():

@@ -22,7 +22,7 @@ def max_over_mean(loads: Sequence[int] | Sequence[float] | Sequence[Fraction]) -
     return max(float(max(loads) * len(loads) / total), 1.0) if total else None
 
 
-def mean_of_loaded(ratios: Sequence[float | None]) -> float | None:
-    """The mean over what has a load, of several :func:`max_over_mean`; None if nothing has."""
-    known = [ratio for ratio in ratios if ratio is not None]
+def mean_of_known(values: Sequence[float | None]) -> float | None:
+    """The mean of those that are known, say of several :func:`max_over_mean` over what has a load; None if none is."""
+    known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.experts import activations
-from lrmoe.experts.layer_control import Clock, LayerControl, Moment, exact_control
+from lrmoe.experts.layer_control import Clock, LayerControl, Moment, exact_control, layer_in_words
 from lrmoe.experts.operator import controlled_experts
 from lrmoe.experts.validation import check_not_transformed
 from lrmoe.routing import Gate, TopKRouter, require_token_mask
@@ -173,7 +173,7 @@ class MoE(nn.Module):
             raise ValueError(f"x has dtype {x.dtype}; it must be a floating dtype")
         if token_mask is not None:
             require_token_mask(token_mask, x.shape[:-1])
-        check_not_transformed(f"layer {self.control.name or 'of this model'}", batches=True)
+        check_not_transformed(layer_in_words(self.control.name), batches=True)
         control = self.control if self.training else _EXACT
         moment = control.moment(x)
         x_TD = x.reshape(-1, self.dim)

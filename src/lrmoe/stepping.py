@@ -7,7 +7,6 @@ it is known whose parameters that step has moved.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -17,6 +16,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lrmoe.experts.layer_control import Clock
+from lrmoe.once import Once
 
 # An optimizer step more than this without a step of the recalibrator, and it is told.
 _SPARE = 1
@@ -37,7 +37,6 @@ class Stepping:
         layers: its attached modules.
         clock: of its layers.
         wants_drop: whether its configuration asks for a drop.
-        optimizer: the optimizer whose steps move it on, if there is one.
     """
 
     def __init__(
@@ -47,17 +46,16 @@ class Stepping:
         clock: Clock,
         *,
         wants_drop: bool,
-        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self._model = model
         self._layers = list(layers)
         self._clock = clock
         self._wants_drop = wants_drop
-        self._warned: set[str] = set()
-        self._start(optimizer)
+        self._start()
 
-    def _start(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self.follow(optimizer)
+    def _start(self) -> None:
+        self._once = Once()
+        self.follow(None)
         # Steps of each optimizer that holds parameters of the model, since the recalibrator's last.
         self._unanswered: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._holds: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
@@ -94,7 +92,7 @@ class Stepping:
         again = not counted and self._seen and self._exact_forwards == 0 and not any(self._unanswered.values())
         if again and self._any_training():
             by = "the optimizer given to attach() moves the recalibrator on" if self.optimizer is not None else "it was"
-            self._warn(
+            self._once.warn(
                 "twice",
                 f"step() was called twice for one optimizer step of the {type(self._model).__name__}: {by} already. "
                 + ("This call is left out; remove it" if self.optimizer is not None else "Remove one of the calls"),
@@ -138,24 +136,19 @@ class Stepping:
 
     def _say_nobody(self, what: str) -> None:
         other = "" if self._followed is None else f" The {self._followed} that attach() was given has made none."
-        self._warn(
+        self._once.warn(
             "nobody",
             f"{what} on the {type(self._model).__name__}, and nobody has moved its recalibrator on: a warm-up never "
             f"ends, every step draws alike, and selection biases and guard stand still.{other} {_MEND}",
         )
 
     def _say_evaluation(self) -> None:
-        self._warn(
+        self._once.warn(
             "evaluation",
             f"the {type(self._model).__name__} trains in evaluation mode, in which the backward is exact and nothing "
             "is dropped (from_pretrained returns models in this mode): call model.train(); to train without dropout, "
             "set the dropouts to 0",
         )
-
-    def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(message, UserWarning, stacklevel=2)
 
     def close(self) -> None:
         """Watches no longer."""
@@ -164,11 +157,11 @@ class Stepping:
     def __getstate__(self) -> dict[str, Any]:
         # A copied model is trained by another optimizer, or by none yet.
         kept = ("_model", "_layers", "_clock", "_wants_drop")
-        return {**{name: vars(self)[name] for name in kept}, "_warned": set()}
+        return {name: vars(self)[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._start(None)
+        self._start()
 
 
 _watching: weakref.WeakSet[Stepping] = weakref.WeakSet()

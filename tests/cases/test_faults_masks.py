@@ -365,9 +365,8 @@ def test_s2_backwards_in_the_order_of_their_forwards() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_s2_a_reentrant_recompute_of_another_forward_is_refused_or_right() -> None:
-    """Reentrant checkpoints in the order of their forwards: what is recomputed cannot tell which forward it repeats.
-    Without anything dropped and without masks it makes no difference; the draws are then those of the other forward."""
+def test_s2_two_forwards_under_reentrant_checkpoints_without_masks_or_drop() -> None:
+    """One backward of both: the loop's gradients."""
     model, loops = build(Model, True)
     lrmoe.attach(model, EXACT)
 

@@ -132,7 +132,7 @@ def test_one_rank_is_the_local_path_and_without_drop_nothing_changes_or_travels(
     spreads = run_jobs(exact, 2)
     for plain, found in zip(spreads[::2], spreads[1::2], strict=True):
         assert_same_bits(found.result, plain.result)
-        # What engines say of themselves at their first call is a text, as long as it happens to be.
+        # First messages of calls are as long as the longest that these ranks have met with in earlier jobs.
         sent, wanted = (
             [{what: size for what, size in m["sent_bytes"].items() if what != "engines"} for m in each.metrics]
             for each in (found, plain)

@@ -8,10 +8,8 @@ from typing import Any, get_args
 
 from lrmoe.commands.options import add_fields, add_out, need
 from lrmoe.config import Quota
-from lrmoe.problems import Problems
 from lrmoe.studies.paper_config import read_settings
 from lrmoe.studies.plan_config import PlanConfig
-from lrmoe.training.files import check_free
 
 ALIASES = {"num_ranks": "ep", "ranks": "ep"}
 
@@ -28,13 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(given: dict[str, Any]) -> int:
     """The verb."""
     out, overwrite = given.pop("out", None), given.pop("overwrite", False)
-    problems = Problems()
-    with problems:
-        config = read_settings(PlanConfig, given)
-    with problems:
-        if out is not None:
-            check_free(out, overwrite=overwrite, command="plan")
-    problems.tell()
+    config = read_settings(PlanConfig, given, out, overwrite=overwrite, verb="plan")
     need("rich", *(["numpy"] if "trace" in given else []), *(["plotly"] if out is not None else []))
     from lrmoe.studies.plan_run import HEADINGS, NOTE, cells, describe, item_rows, plan
     from lrmoe.terminal import console, print_table

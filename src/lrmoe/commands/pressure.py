@@ -8,10 +8,8 @@ from typing import Any, get_args
 
 from lrmoe.commands.options import add_fields, add_out, need
 from lrmoe.config import Save
-from lrmoe.problems import Problems
 from lrmoe.studies.paper_config import read_settings
 from lrmoe.studies.pressure_config import PressureConfig
-from lrmoe.training.files import check_free
 
 ALIASES = {"num_ranks": "ep", "ranks": "ep"}
 
@@ -28,13 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(given: dict[str, Any]) -> int:
     """The verb."""
     out, overwrite = given.pop("out", None), given.pop("overwrite", False)
-    problems = Problems()
-    with problems:
-        config = read_settings(PressureConfig, given)
-    with problems:
-        if out is not None:
-            check_free(out, overwrite=overwrite, command="pressure")
-    problems.tell()
+    config = read_settings(PressureConfig, given, out, overwrite=overwrite, verb="pressure")
     need("rich", *(["numpy"] if "trace" in given else []), *(["plotly"] if out is not None else []))
     from lrmoe.studies.pressure_run import (
         ACCOUNTINGS,

@@ -36,6 +36,20 @@ class Moment(NamedTuple):
     token_mask_T: Tensor | None
 
 
+def moment_of(config: LRMoEConfig, *, step: int, microbatch: int) -> Moment:
+    """That of a call which brings its position itself, and its mask as an argument: of the bare operators."""
+    return Moment(
+        torch.tensor([config.seed, step, microbatch], dtype=torch.int64, device="cpu"),
+        torch.tensor([drop_at(config, step)], dtype=torch.float64, device="cpu"),
+        None,
+    )
+
+
+def layer_in_words(name: str) -> str:
+    """A layer as errors and warnings begin with it; one that is itself the model has no name."""
+    return f"layer {name or 'of this model'}"
+
+
 class Call:
     """A running call of a module that contains layers.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -206,12 +206,6 @@ def shares(totals: dict[str, Any]) -> dict[str, Any]:
         "forward_seconds": totals["forward_seconds"],
         "backward_seconds": totals["backward_seconds"],
     }
-
-
-def mean_over_layers(layers: Iterable[dict[str, Any]], key: str) -> float | None:
-    """The mean of one of ``SHARES`` over layers, without those that do not know it; None if none does."""
-    known = [layer[key] for layer in layers if layer[key] is not None]
-    return sum(known) / len(known) if known else None
 
 
 class Stopwatch:

@@ -28,7 +28,7 @@ from lrmoe.config import (
 from lrmoe.experts import activations
 from lrmoe.experts.backward import Saved, backward_pass
 from lrmoe.experts.compacted import Bank, Needs, Recipe, forward_rows
-from lrmoe.experts.layer_control import LayerControl, Moment
+from lrmoe.experts.layer_control import LayerControl, Moment, layer_in_words, moment_of
 from lrmoe.experts.meter import Meter, Stopwatch
 from lrmoe.experts.validation import (
     ONCE,
@@ -43,7 +43,6 @@ from lrmoe.ops.autocast import without_autocast
 from lrmoe.ops.permute import count_per_expert, sort_by_expert, weighted_combine
 from lrmoe.recalibration import draws
 from lrmoe.recalibration.quota import quotas
-from lrmoe.recalibration.schedule import drop_at
 
 
 def routed_experts(
@@ -96,12 +95,14 @@ def routed_experts(
         require_count(name, value) for name, value in (("step", step), ("layer", layer), ("microbatch", microbatch))
     )
     config = require_config(config)
+    check_not_transformed("routed_experts", forward_mode=False)
+    moment = moment_of(config, step=step, microbatch=microbatch)
     return _experts(
         (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
-        torch.tensor([config.seed, step, microbatch], dtype=torch.int64, device="cpu"),
+        moment.position_3,
         # Nobody's meter.
         torch.tensor([layer, 0, 0], dtype=torch.int64, device="cpu"),
-        torch.tensor([drop_at(config, step)], dtype=torch.float64, device="cpu"),
+        moment.drop_L,
         config,
         activation,
     )
@@ -126,7 +127,7 @@ def controlled_experts(
 
     The mask is the caller's: whether to take that of ``moment``, only the layer knows.
     """
-    check_not_transformed(f"layer {control.name or 'of this model'}")
+    check_not_transformed(layer_in_words(control.name))
     return _experts(
         (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
         moment.position_3,
@@ -149,7 +150,6 @@ def _experts(
     dtype = product_dtype(x_TD, gate_up_proj, activation)
     trainable = (x_TD, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias)
     check_not_forward_mode(*trainable)
-    check_not_transformed("routed_experts", forward_mode=False)
     out_TD: Tensor = torch.ops.lrmoe.routed_experts(
         x_TD.to(dtype),
         topk_ids_TK.to(torch.int64),

@@ -16,7 +16,7 @@ from lrmoe.balance.plan import Ownership, home_ranks
 from lrmoe.balance.policy import Policy
 from lrmoe.config import LRMoEConfig, require_config, require_count, require_number
 from lrmoe.experts.compacted import Recipe
-from lrmoe.experts.layer_control import Clock, LayerControl, Moment
+from lrmoe.experts.layer_control import LayerControl, Moment, moment_of
 from lrmoe.experts.meter import Meter
 from lrmoe.experts.operator import routing_fingerprint
 from lrmoe.parallel.agreement import Agreement, Terms, describe_policy
@@ -230,11 +230,10 @@ class ExpertParallel:
             )
         except ValueError as error:
             self._agreement.refuse(self._line, error, x_TD)
-        clock = Clock(self.config, step=step, microbatch=microbatch)
         return self._run(
             Tensors(x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
             self.config,
-            Moment(clock.position_3, clock.drop_L, token_mask_T),
+            moment_of(self.config, step=step, microbatch=microbatch),
             torch.tensor([layer, 0, 0], dtype=torch.int64, device="cpu"),
             activation,
         )

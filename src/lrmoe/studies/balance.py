@@ -15,7 +15,7 @@ from lrmoe.balance import BudgetExceeded, Plan, get, home_ranks
 from lrmoe.balance.fixed import home_plan
 from lrmoe.balance.policy import planned_quotas
 from lrmoe.config import Quota
-from lrmoe.evenness import max_over_mean, mean_of_loaded
+from lrmoe.evenness import max_over_mean, mean_of_known
 from lrmoe.studies.expert import Expert
 from lrmoe.studies.price import Contender
 
@@ -88,7 +88,7 @@ def measure(contender: Contender, loads: Sequence[Tensor], expert: Expert | None
 
 def _busiest(tables: Sequence[Tensor]) -> float | None:
     """The largest sum of a rank over the mean sum of a rank, of (E, G) each; mean over those with any row."""
-    return mean_of_loaded([max_over_mean(table_EG.sum(0).tolist()) for table_EG in tables])
+    return mean_of_known([max_over_mean(table_EG.sum(0).tolist()) for table_EG in tables])
 
 
 def _moved(plan: Plan) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lrmoe.cluster import Elementwise, Hardware, ModelShape, hardware, model
@@ -11,6 +12,7 @@ from lrmoe.config import require_count, require_number
 from lrmoe.problems import Problems
 from lrmoe.studies.sources import check_files, check_one_source
 from lrmoe.training.config import described
+from lrmoe.training.files import check_free
 
 if TYPE_CHECKING:
     from lrmoe.studies.routing import Routing
@@ -100,12 +102,18 @@ class PaperConfig:
         )
 
 
-def read_settings(kind: type[Config], given: Mapping[str, Any]) -> Config:
-    """A config, with what it names checked as far as it can be told without a look at the loads.
+def read_settings(
+    kind: type[Config], given: Mapping[str, Any], out: Path | None, *, overwrite: bool, verb: str
+) -> Config:
+    """A config, with what it names checked as far as it can be told without a look at the loads, and with the folder
+    its study is to be written to.
 
     Args:
         kind: of the config.
         given: its fields that are not left at their defaults.
+        out: the folder; None where nothing is written.
+        overwrite: what ``verb`` wrote there before may go.
+        verb: of the command line.
 
     Raises:
         ValueError: naming the fields, their values and what they may be.
@@ -119,6 +127,9 @@ def read_settings(kind: type[Config], given: Mapping[str, Any]) -> Config:
                 look(given[field])
     with problems:
         check_files(trace=given.get("trace"), loads=given.get("loads"))
+    with problems:
+        if out is not None:
+            check_free(out, overwrite=overwrite, command=verb)
     problems.tell()
     return config
 

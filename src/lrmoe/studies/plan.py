@@ -15,7 +15,7 @@ from typing import Any, get_args
 from lrmoe.balance import Plan, get
 from lrmoe.cluster import Elementwise, Hardware, Memory, ModelShape, Precision, memory
 from lrmoe.config import Quota, Save
-from lrmoe.evenness import max_over_mean, mean_of_loaded
+from lrmoe.evenness import max_over_mean, mean_of_known
 from lrmoe.studies.loads import mean
 from lrmoe.studies.paper_config import FASTER
 from lrmoe.studies.price import Contender, Price, break_even, pays
@@ -239,7 +239,7 @@ def study(case: Case, progress: Callable[[str], None] | None = None) -> list[Rec
                     },
                     "crossover": planner.crossover(option, save) if option.slots else 0.0,
                     "pays": bool(option.slots) and planner.pays(option, save),
-                    "busiest": mean_of_loaded([max_over_mean(plan.rows_EG.sum(0).tolist()) for plan in plans]),
+                    "busiest": mean_of_known([max_over_mean(plan.rows_EG.sum(0).tolist()) for plan in plans]),
                     "replicas": mean([plan.num_replicas for plan in plans]),
                 }
             )

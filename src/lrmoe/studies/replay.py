@@ -24,7 +24,7 @@ from lrmoe.balance import Plan, Policy, get
 from lrmoe.balance.ownership import HistoryPolicy, Move
 from lrmoe.cluster.time import Pass
 from lrmoe.config import Quota
-from lrmoe.evenness import max_over_mean, mean_of_loaded
+from lrmoe.evenness import max_over_mean, mean_of_known
 from lrmoe.studies.costs import KINDS, Transfer, token_transfers
 from lrmoe.studies.expert import Expert
 from lrmoe.studies.loads import mean
@@ -279,9 +279,9 @@ class _Run:
         time_ms["total"] = sum(time_ms.values())
         time_ms["hidden"] = time_ms["total"] - time_ms["copies"] + exposed
         return {
-            "forward_mean": mean_of_loaded(forward),
+            "forward_mean": mean_of_known(forward),
             "forward_p95": p95(forward) if forward else None,
-            "kept_mean": mean_of_loaded(kept),
+            "kept_mean": mean_of_known(kept),
             "kept_p95": p95(kept) if kept else None,
             "kept_share": kept_rows / rows if rows else 1.0,
             "replicas": mean([line["replicas"] for line in self.lines]),
