@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import nn
 
 from lrmoe.experts.layer_control import LayerControl
+from lrmoe.experts.stored_weights import why_unusable
 from lrmoe.layer import ExpertsEngine, MoE
 
 
@@ -88,6 +89,10 @@ class _OwnLayers:
                         f"{name or 'the layer'} belongs to a model that already has a recalibrator; detach that one "
                         "first"
                     )
+                for part in ("router", "experts"):
+                    for key, weight in module.get_submodule(part).named_parameters(recurse=False):
+                        if problem := why_unusable(weight):
+                            raise ValueError(f"{layer_label(name)}: {part}.{key} {problem}")
                 found[name] = module
         return found
 

@@ -16,6 +16,7 @@ from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.experts import activations
 from lrmoe.experts.layer_control import Clock, LayerControl, Moment, exact_control, layer_in_words
 from lrmoe.experts.operator import controlled_experts
+from lrmoe.experts.stored_weights import whole_shape
 from lrmoe.experts.validation import check_not_transformed
 from lrmoe.routing import Gate, TopKRouter, require_token_mask
 
@@ -337,8 +338,11 @@ class _Experts(nn.Module):
                 nn.init.uniform_(bias, -bound, bound)
 
     def extra_repr(self) -> str:
-        num_experts, dim, expert_dim = self.down_proj.shape
-        return f"num_experts={num_experts}, dim={dim}, expert_dim={expert_dim}, bias={self.down_bias is not None}"
+        bias = f"bias={self.down_bias is not None}"
+        if (shape := whole_shape(self.down_proj)) is None:
+            return bias
+        num_experts, dim, expert_dim = shape
+        return f"num_experts={num_experts}, dim={dim}, expert_dim={expert_dim}, {bias}"
 
 
 class _SharedExpert(nn.Module):

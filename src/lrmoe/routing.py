@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +21,9 @@ from lrmoe.ops.autocast import without_autocast
 Gate = Literal["softmax", "sigmoid"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Routing:
-    """What a router decided for T tokens.
+class Routing(NamedTuple):
+    """What a router decided for T tokens. A tuple, because what gathers a module's weights for its backward (DeepSpeed
+    ZeRO-3, backward hooks of torch) finds the tensors of its output in those alone.
 
     Attributes:
         topk_ids_TK: int64, the chosen experts in falling order of preference; ties go to the lower id.

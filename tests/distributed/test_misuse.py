@@ -74,7 +74,7 @@ WRONG: dict[str, tuple[Callable[[Arguments], Arguments], str]] = {
     "a mask of numbers": (lambda right: {**right, "token_mask_T": torch.ones(len(right["x_TD"]))}, "must be bool"),
     "integer experts": (
         lambda right: {**right, **{k: right[k].detach().long() for k in ("gate_up_proj", "down_proj")}},
-        "gate_up_proj must be floating",
+        "gate_up_proj is torch.int64; it must be float32",
     ),
     "an activation nobody knows": (set_to("activation", "swish"), "swish"),
     "an activation that is no name": (set_to("activation", torch.relu), "activation="),

@@ -576,7 +576,7 @@ CONFIG = SimpleNamespace(_experts_implementation="eager", _experts_implementatio
         (
             {},
             {"gate_up_proj": nn.Parameter(torch.zeros(4, 12, 8, dtype=torch.uint8), requires_grad=False)},
-            "quantized experts cannot be trained",
+            "quantized weights cannot be trained",
         ),
         ({}, {"act_fn": nn.Mish()}, r"the gate of StrangeExperts \(its _apply_gate, act_fn=Mish\) is none of"),
         (

@@ -9,12 +9,13 @@ from torch import Tensor
 from torch._C._functorch import TransformType
 from torch.autograd.forward_ad import unpack_dual
 
+from lrmoe.experts.stored_weights import require_usable
+
 # A second derivative, of the operator on one process and over ranks.
 ONCE = (
     "routed_experts can be differentiated once: routed_experts_backward has no derivative of its own, as "
     "create_graph=True, gradient penalties and Hessians need it"
 )
-_PRODUCTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_arguments(
@@ -40,6 +41,14 @@ def check_arguments(
     ):
         if not isinstance(tensor, Tensor) and (required or tensor is not None):
             raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
+    for name, tensor in (
+        ("gate_up_proj", gate_up_proj),
+        ("down_proj", down_proj),
+        ("gate_up_bias", gate_up_bias),
+        ("down_bias", down_bias),
+    ):
+        if tensor is not None:
+            require_usable(name, tensor)
     if x_TD.dim() != 2:
         raise ValueError(f"x_TD must be (tokens, width), got shape {_shape(x_TD)}; flatten batch and sequence first")
     num_tokens, dim = x_TD.shape
@@ -78,11 +87,6 @@ def check_arguments(
         if tensor is not None and not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {tensor.dtype}")
         _expect_device(name, tensor, x_TD)
-    if gate_up_proj.dtype not in _PRODUCTS:
-        raise ValueError(
-            f"gate_up_proj is {gate_up_proj.dtype}; the products run in its dtype, which must be float32, bfloat16, "
-            "float16 or float64"
-        )
     _expect_device("topk_ids_TK", topk_ids_TK, x_TD)
     _expect_device("token_mask_T", token_mask_T, x_TD)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lrmoe.experts import activations
+from lrmoe.experts.stored_weights import whole_shape, why_unusable
 
 # An instance of a class decorated with `use_experts_implementation`; what it has is known by its attributes alone.
 Experts = Any
@@ -21,7 +22,7 @@ EXPERT_PARALLEL = "_lrmoe_expert_parallel"
 
 _DECORATED = ("config", "has_gate", "has_bias", "is_transposed", "is_concatenated", "_is_expert_parallel")
 _WEIGHTS = ("gate_up_proj", "down_proj")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_BIASES = ("gate_up_proj_bias", "down_proj_bias")
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -40,28 +41,36 @@ def why_not(module: Experts) -> str | None:
     missing = [name for name in _WEIGHTS if getattr(module, name, None) is None]
     if missing:
         return f"{kind} has no {' and no '.join(missing)}; only experts with both as 3-d parameters are supported"
-    for name in _WEIGHTS:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name in (*_WEIGHTS, *(_BIASES if module.has_bias else ())):
         weight = getattr(module, name)
-        if weight.dim() != 3:
-            return f"{name} of {kind} has shape {tuple(weight.shape)}; it must be 3-d, (experts, rows, columns)"
-        if weight.dtype not in _DTYPES:
-            return f"{name} of {kind} is {weight.dtype}: quantized experts cannot be trained; load them unquantized"
+        if problem := why_unusable(weight):
+            return f"{name} of {kind} {problem}"
+        if name in _BIASES:
+            continue
+        # A weight whose shape nobody knows now shows it when a forward has gathered it.
+        shape = whole_shape(weight)
+        if shape is not None and len(shape) != 3:
+            return f"{name} of {kind} has shape {shape}; it must be 3-d, (experts, rows, columns)"
         if sharded := _sharded_inside_experts(weight):
             return (
                 f"{name} of {kind} is sharded inside each expert ({sharded}), so no rank sees a whole phi and the "
                 "ranks would keep different pairs; use expert parallelism (ep_size) instead of tensor parallelism"
             )
-    return shape_mismatch(module)
+        if shape is not None:
+            shapes[name] = shape
+    return _shape_mismatch(module, *shapes.values()) if len(shapes) == len(_WEIGHTS) else None
 
 
-def shape_mismatch(module: Experts) -> str | None:
-    """Why the two projections do not fit each other, or None if they do."""
-    gate_up, down = weights(module)
-    experts, twice, dim = gate_up.shape
-    if down.shape == (experts, dim, twice // 2) and twice % 2 == 0:
+def _shape_mismatch(module: Experts, gate_up: tuple[int, ...], down: tuple[int, ...]) -> str | None:
+    """Why the two projections, of these shapes, do not fit each other, or None if they do."""
+    if module.is_transposed:
+        gate_up, down = ((experts, rows, columns) for experts, columns, rows in (gate_up, down))
+    experts, twice, dim = gate_up
+    if down == (experts, dim, twice // 2) and twice % 2 == 0:
         return None
     return (
-        f"gate_up_proj {tuple(gate_up.shape)} and down_proj {tuple(down.shape)} of {type(module).__name__} do not fit: "
+        f"gate_up_proj {gate_up} and down_proj {down} of {type(module).__name__} do not fit: "
         "expected (E, 2F, D) and (E, D, F), or both transposed with is_transposed=True"
     )
 

@@ -23,6 +23,7 @@ from transformers.training_args import TrainingArguments
 
 from lrmoe import strict_json
 from lrmoe.control import Recalibrator
+from lrmoe.experts.stored_weights import partitioned_by
 from lrmoe.hosts.per_expert_weights import fillable, is_hooked, named_tensors
 
 logger = logging.getLogger("lrmoe")
@@ -40,7 +41,7 @@ def sample_weights(recal: Recalibrator) -> dict[str, list[float | str]]:
         for layer, module in recal.modules().items():
             for name, weight in module.named_parameters():
                 # A shard's entries belong to a layout that a resumed run need not have.
-                if weight.numel() and not hasattr(weight, "placements"):
+                if weight.numel() and not hasattr(weight, "placements") and partitioned_by(weight) is None:
                     places = torch.arange(_SAMPLES, device=weight.device) * (weight.numel() - 1) // (_SAMPLES - 1)
                     entries = weight.detach().reshape(-1)[places].double().tolist()
                     # As words where they are not finite: no NaN is equal to itself, and JSON knows none.

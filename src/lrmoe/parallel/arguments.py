@@ -14,6 +14,7 @@ from lrmoe.config import require_count
 from lrmoe.experts import activations
 from lrmoe.experts.compacted import Bank
 from lrmoe.experts.operator import product_dtype
+from lrmoe.experts.stored_weights import require_usable
 from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode, check_not_transformed
 from lrmoe.parallel.weight_store import WeightStore
 
@@ -51,6 +52,10 @@ def check_call(
     """
     for name, tensor in tensors._asdict().items():
         _check_plain(name, tensor)
+    # Before the store hands on stand-ins of them.
+    for name, weight in zip(Tensors._fields[3:7], tensors[3:7], strict=True):
+        if isinstance(weight, Tensor):
+            _check_weight(name, weight)
     owned = tensors.owned
     if all(isinstance(t, Tensor) and t.dim() == dim for t, dim in zip(tensors[:5], (2, 2, 2, 3, 3), strict=True)):
         owned = store.as_experts(owned, tensors.x_TD.shape[1])
@@ -128,3 +133,14 @@ def _check_plain(name: str, tensor: Tensor | None) -> None:
         f"{name} is a DTensor ({text}); give this rank's own part as a plain tensor, e.g. by .to_local(), or, of "
         "parameters that FSDP2 shards, inside the forward of the module that it wraps"
     )
+
+
+def _check_weight(name: str, weight: Tensor) -> None:
+    require_usable(name, weight)
+    # DeepSpeed's own mark of parameters that are not the same on all ranks.
+    if hasattr(weight, "ds_id") and getattr(weight, "allreduce", True):
+        raise ValueError(
+            f"{name} is partitioned by DeepSpeed ZeRO-3 as if all ranks had the same experts: what it gathers mixes "
+            "the experts of one rank with those of another. Train without ZeRO-3 beside ExpertParallel (DDP or FSDP2), "
+            "or with ZeRO-3 and whole experts"
+        )

@@ -19,6 +19,7 @@ from lrmoe.experts.compacted import Recipe
 from lrmoe.experts.layer_control import LayerControl, Moment, moment_of
 from lrmoe.experts.meter import Meter
 from lrmoe.experts.operator import routing_fingerprint
+from lrmoe.experts.stored_weights import require_usable
 from lrmoe.parallel.agreement import Agreement, Terms, describe_policy
 from lrmoe.parallel.arguments import Tensors, check_call, chosen_policy, member_group
 from lrmoe.parallel.balance_meter import BalanceMeter
@@ -163,8 +164,9 @@ class ExpertParallel:
         :attr:`local_experts`; else a row a slot, or a part of every expert (:mod:`lrmoe.parallel.weight_store`).
 
         Raises:
-            ValueError: if it is not of E experts.
+            ValueError: if it is not of E experts, quantized or partitioned.
         """
+        require_usable("weight", weight)
         if weight.dim() < 2 or weight.shape[0] != self.num_experts:
             raise ValueError(
                 f"weight has shape {tuple(weight.shape)}, of all experts its first dimension must be {self.num_experts}"

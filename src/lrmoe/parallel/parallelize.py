@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from lrmoe.experts.stored_weights import partitioned_by, why_unusable
 from lrmoe.layer import MoE
 from lrmoe.parallel.expert_parallel import ExpertParallel
 from lrmoe.parallel.expert_parameters import mark_experts
@@ -20,7 +21,8 @@ def parallelize(model: nn.Module, ep: ExpertParallel) -> nn.Module:
         ``model``, changed in place.
 
     Raises:
-        ValueError: if there is no such layer, or one that does not fit ``ep``; nothing is changed then.
+        ValueError: if there is no such layer, or one that does not fit ``ep`` or whose weights are quantized or
+            partitioned; nothing is changed then.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
     if not layers:
@@ -31,6 +33,15 @@ def parallelize(model: nn.Module, ep: ExpertParallel) -> nn.Module:
     for name, layer in layers.items():
         if layer.experts.engine is not None:
             raise ValueError(f"{name or 'the layer'} is parallelized already")
+        for key, parameter in layer.experts.named_parameters():
+            label = f"{name or 'the layer'}.experts.{key}"
+            if problem := why_unusable(parameter):
+                raise ValueError(f"{label} {problem}")
+            if who := partitioned_by(parameter):
+                raise ValueError(
+                    f"{label} is partitioned by {who} already (its shape is {tuple(parameter.shape)}); call "
+                    "parallelize on the whole model, before anything partitions it"
+                )
         if layer.num_experts != ep.num_experts:
             raise ValueError(
                 f"{name or 'the layer'} has {layer.num_experts} experts, ep is for {ep.num_experts}; make an "
