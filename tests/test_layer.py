@@ -159,7 +159,8 @@ def test_evaluation_mode_is_exact_and_counts_nothing() -> None:
     exact(x_TD).square().sum().backward()
     assert_same(gradients(layer), gradients(exact), rtol=0, atol=0)
     assert layer.control.meter.backwards == 0
-    layer.step()
+    with pytest.warns(UserWarning, match="trains in evaluation mode"):
+        layer.step()
     assert torch.equal(layer.router.selection_bias, torch.zeros(E))
 
 

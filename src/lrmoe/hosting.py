@@ -100,7 +100,7 @@ class _OwnLayers:
         layers = [layer for name in controls if isinstance(layer := model.get_submodule(name), MoE)]
         undo = _RestoreControls([(layer, layer.control) for layer in layers])
         for layer, control in zip(layers, controls.values(), strict=True):
-            layer.control = control
+            layer.hand(control)
         return undo
 
     def engine(self, module: nn.Module) -> ExpertsEngine | None:
@@ -115,7 +115,7 @@ class _RestoreControls:
 
     def __call__(self) -> None:
         for layer, control in self._before:
-            layer.control = control
+            layer.hand(control)
 
 
 # Adapters are imported only when the library they adapt is already in use.

@@ -19,6 +19,7 @@ from lrmoe.experts.operator import controlled_experts
 from lrmoe.experts.stored_weights import whole_shape
 from lrmoe.experts.validation import check_not_transformed
 from lrmoe.routing import Gate, TopKRouter, require_token_mask
+from lrmoe.stepping import Stepping
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -149,6 +150,7 @@ class MoE(nn.Module):
         self.top_k = self.router.top_k
         self.activation = activation
         self.control = self._own_control = LayerControl(Clock(config))
+        self._stepping: Stepping | None = None
         # A tensor changed in place: a compiled layer sees a new scale as data. Not a buffer: neither cast nor saved.
         self._aux_loss_scale = torch.ones((), dtype=torch.float32, device="cpu")
 
@@ -176,6 +178,8 @@ class MoE(nn.Module):
             require_token_mask(token_mask, x.shape[:-1])
         check_not_transformed(layer_in_words(self.control.name), batches=True)
         control = self.control if self.training else _EXACT
+        if not self.is_attached and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._watch_steps()
         moment = control.moment(x)
         x_TD = x.reshape(-1, self.dim)
         token_mask_T = None if token_mask is None else token_mask.reshape(-1)
@@ -208,6 +212,21 @@ class MoE(nn.Module):
         """Whether a recalibrator moves this layer along with training."""
         return self.control is not self._own_control
 
+    def hand(self, control: LayerControl) -> None:
+        """Makes this control the layer's; whoever moves it on also sees to it that it is moved."""
+        self.control = control
+        if self._stepping is not None:
+            self._stepping.close()
+            self._stepping = None
+
+    def _watch_steps(self) -> None:
+        """A forward that may be trained on, without a recalibrator: nobody but the user moves this layer on."""
+        config = self.control.config
+        if self._stepping is None and (config.drop > 0.0 or self.router.selection_bias is not None):
+            self._stepping = Stepping(self, [self], self.control.clock, wants_drop=config.drop > 0.0, alone=True)
+        if self._stepping is not None:
+            self._stepping.before_forward(self.training)
+
     def step(self) -> None:
         """Call once after each optimizer step where no recalibrator is attached: moves this layer's schedule and
         draws on, and updates the selection bias if there is one.
@@ -217,6 +236,8 @@ class MoE(nn.Module):
         """
         if self.is_attached:
             raise RuntimeError("this layer is attached to a recalibrator; call the recalibrator's step() instead")
+        if self._stepping is not None:
+            self._stepping.stepped(counted=self.training)
         self.update_selection_bias()
         self.control.clock.move_to(step=self.control.clock.step + 1)
 

@@ -1,4 +1,5 @@
-"""Whether a recalibrator is moved along by what trains its layers, and a word to the user where it is not.
+"""Whether a recalibrator, or a layer without one, is moved along by what trains it, and a word to the user where it is
+not.
 
 A recalibrator that nobody steps never leaves its warm-up, one that is stepped twice leaves it early, and a model in
 evaluation mode drops nothing: none of it shows in the loss. Torch tells of every optimizer step in the process; here
@@ -23,9 +24,16 @@ _SPARE = 1
 # Forwards trained on without a step, where no optimizer that holds the parameters themselves is seen to step.
 _FORWARDS = 1000
 
-_MEND = (
+# What stands still, and what to do.
+_RECALIBRATOR = (
+    "its recalibrator",
     "call recal.step() once after each optimizer step, or give attach() the optimizer that trains the model, or the "
-    "Trainer a RecalibrationCallback"
+    "Trainer a RecalibrationCallback",
+)
+_LAYER = (
+    "its schedule",
+    "call its step() once after each optimizer step, or lrmoe.attach(model, config, optimizer=optimizer) for all "
+    "layers of a model",
 )
 
 
@@ -37,6 +45,7 @@ class Stepping:
         layers: its attached modules.
         clock: of its layers.
         wants_drop: whether its configuration asks for a drop.
+        alone: it is one :class:`lrmoe.MoE` with a configuration of its own and no recalibrator.
     """
 
     def __init__(
@@ -46,7 +55,9 @@ class Stepping:
         clock: Clock,
         *,
         wants_drop: bool,
+        alone: bool = False,
     ) -> None:
+        self._alone = alone
         self._model = model
         self._layers = list(layers)
         self._clock = clock
@@ -136,10 +147,11 @@ class Stepping:
 
     def _say_nobody(self, what: str) -> None:
         other = "" if self._followed is None else f" The {self._followed} that attach() was given has made none."
+        still, mend = _LAYER if self._alone else _RECALIBRATOR
         self._once.warn(
             "nobody",
-            f"{what} on the {type(self._model).__name__}, and nobody has moved its recalibrator on: a warm-up never "
-            f"ends, every step draws alike, and selection biases and guard stand still.{other} {_MEND}",
+            f"{what} on the {type(self._model).__name__}, and nobody has moved {still} on: a warm-up never ends, every "
+            f"step draws alike, and selection biases{'' if self._alone else ' and guard'} stand still.{other} {mend}",
         )
 
     def _say_evaluation(self) -> None:
@@ -156,7 +168,7 @@ class Stepping:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copied model is trained by another optimizer, or by none yet.
-        kept = ("_model", "_layers", "_clock", "_wants_drop")
+        kept = ("_model", "_layers", "_clock", "_wants_drop", "_alone")
         return {name: vars(self)[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

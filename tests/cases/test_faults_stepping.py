@@ -95,7 +95,7 @@ def test_s10_two_optimizers_of_one_model_make_one_step() -> None:
 
 
 def test_s10_an_optimizer_of_another_model_is_nobodys_business() -> None:
-    model, other = small(), small()
+    model, other = small(), nn.Linear(8, 8)
     recal = lrmoe.attach(model, CONFIG)
     foreign = sgd(other)
 
@@ -127,6 +127,55 @@ def test_s10_stepping_by_hand_twice_is_said() -> None:
 
     (message,) = said(train)
     assert "step() was called twice" in message
+
+
+def alone(**options: Any) -> lrmoe.MoE:
+    torch.manual_seed(0)
+    return lrmoe.MoE(dim=8, expert_dim=8, num_experts=4, top_k=2, config=CONFIG, **options)
+
+
+def test_s10_a_layer_without_a_recalibrator_that_nobody_steps_is_told() -> None:
+    moe = alone()
+    (message,) = said(lambda: list(loop(moe, sgd(moe), 5)))
+    assert "SGD made 2 steps on the MoE, and nobody has moved its schedule on" in message
+    assert "call its step() once after each optimizer step, or lrmoe.attach(" in message
+
+
+def test_s10_a_layer_without_a_recalibrator_that_is_stepped_is_fine() -> None:
+    moe = alone()
+    assert said(lambda: [moe.step() for _ in loop(moe, sgd(moe), 5)]) == []
+    assert moe.control.clock.step == 5
+
+
+def test_s10_a_layer_without_a_recalibrator_in_evaluation_mode_is_told() -> None:
+    moe = alone().eval()
+    (message,) = said(lambda: [moe.step() for _ in loop(moe, sgd(moe), 5)])
+    assert "the MoE trains in evaluation mode" in message
+
+
+def test_s10_a_selection_bias_that_nobody_moves_is_told_without_a_drop_too() -> None:
+    def train(selection_bias: bool) -> list[str]:
+        exact = LRMoEConfig(drop=0.0)
+        moe = lrmoe.MoE(dim=8, expert_dim=8, num_experts=4, top_k=2, config=exact, selection_bias=selection_bias)
+        return said(lambda: list(loop(moe, sgd(moe), 3)))
+
+    assert train(False) == []
+    (message,) = train(True)
+    assert "selection biases stand still" in message
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_s10_attached_a_layer_is_its_recalibrators_business_and_a_copy_its_own(how: Any) -> None:
+    """The watch of before says nothing; a copied layer is watched by itself, and detached the layer is again."""
+    moe = alone()
+    optimizer = sgd(moe)
+    assert said(lambda: list(loop(moe, optimizer, 1))) == []
+    copied = how(moe)
+    recal = lrmoe.attach(moe, CONFIG, optimizer=optimizer)
+    assert said(lambda: list(loop(moe, optimizer, 4))) == []
+    assert len(said(lambda: list(loop(copied, sgd(copied), 3)))) == 1
+    recal.detach()
+    assert len(said(lambda: list(loop(moe, optimizer, 3)))) == 1
 
 
 @pytest.mark.parametrize("how", ["step", "optimizer", "nobody"])
@@ -237,7 +286,9 @@ def test_s1_after_detaching_nothing_is_watched() -> None:
         for _ in loop(model, sgd(model), 4):
             pass
 
-    assert said(train) == []
+    # Of the layer, which trains on by a configuration of its own.
+    (message,) = said(train)
+    assert "nobody has moved its schedule on" in message
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
 
