@@ -128,11 +128,15 @@ def read_tokens(named: Mapping[str, Any], outer: Tokens | None) -> Tokens | None
     if not isinstance(tokens, Tensor) or tokens.dim() < 2:
         return outer
     shape = (tokens.shape[0], tokens.shape[1])
+    position = named.get("position_ids")
+    # Of other shapes are those of several axes, and one row for all sequences.
+    position_BS = position if isinstance(position, Tensor) and tuple(position.shape) == shape else None
     if flat_mask and isinstance(mask, Tensor) and tuple(mask.shape) == shape:
-        return Tokens(shape, mask.bool(), several=_several(named, name, shape))
+        several = _several(named, name, shape)
+        return Tokens(shape, mask.bool(), device=mask.device, position_BS=position_BS, several=several)
     if tokens.is_floating_point() and not flat_mask and (name != "inputs_embeds" or mask is not None):
         return outer
-    return Tokens(shape, None)
+    return Tokens(shape, None, device=tokens.device, position_BS=position_BS)
 
 
 def _find_tokens(named: Mapping[str, Any]) -> tuple[str | None, Any]:

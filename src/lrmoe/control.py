@@ -14,7 +14,7 @@ from lrmoe.calls import CallFollower
 from lrmoe.config import LRMoEConfig, require_config, require_count
 from lrmoe.evenness import mean_of_known
 from lrmoe.experts.layer_control import Clock, LayerControl, layer_in_words
-from lrmoe.experts.meter import NONFINITE, NOTHING, SECONDS, SHARES, shares
+from lrmoe.experts.meter import BY_SEQUENCE, NONFINITE, NOTHING, SECONDS, SHARES, shares
 from lrmoe.experts.validation import check_not_transformed
 from lrmoe.guarding import Guard, as_sums
 from lrmoe.hosting import Host as Host
@@ -197,7 +197,8 @@ class Recalibrator:
 
     def metrics(self, *, reset: bool = True) -> dict[str, Any]:
         """What the backward passes did since the last call: ``kept_share``, ``kept_importance_share``,
-        ``variance_share`` and ``load_max_over_mean`` (means over the layers that know them, see :func:`shares`),
+        ``variance_share``, ``load_max_over_mean`` and ``sequence_kept_share_min``, ``_median`` and ``_max`` (means over
+        the layers that know them, see :func:`shares`),
         ``nonfinite_backwards``, ``forward_seconds`` and ``backward_seconds`` (sums), and ``layers``: for each name what
         :meth:`Meter.read` gives, ``guarded``, whether the guard holds the layer at the exact backward now, and
         ``drop``, what was in force in it in the last step. Also ``step``, the optimizer steps done; ``drop``, the mean
@@ -227,7 +228,7 @@ class Recalibrator:
         summary["guard_events"] = [dict(event) for event in self._guard.events]
         # Of no backward at all: nothing was dropped.
         ran = list(layers.values()) or [{**shares(NOTHING), "drop": 0.0}]
-        for key in ("drop", *SHARES):
+        for key in ("drop", *SHARES, *BY_SEQUENCE):
             summary[key] = mean_of_known([layer[key] for layer in ran])
         for key in (NONFINITE, *SECONDS):
             summary[key] = sum(layer[key] for layer in layers.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import lrmoe
 from lrmoe import LRMoEConfig
+from lrmoe.experts.meter import BY_SEQUENCE
 from lrmoe.parallel import ExpertParallel, checkpoint, clip_grad_norm_, global_metrics, parallelize
 from lrmoe.parallel.meeting import barrier
 
@@ -259,3 +261,46 @@ def test_l6_a_second_derivative_over_ranks_is_refused_as_on_one_process() -> Non
             transformed,
             "ExpertParallel.routed_experts cannot run under torch.func",
         ]
+
+
+class OfSequences(nn.Module):
+    """Takes what a language model takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.moe = lrmoe.MoE(dim=8, expert_dim=6, num_experts=4, top_k=2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        out: Tensor = self.moe(self.embed(input_ids))
+        return out
+
+
+def sequences_of_ranks(group: dist.ProcessGroup, drop: float) -> None:
+    """Each rank tells what its own sequences keep; together they are means over the ranks."""
+    torch.manual_seed(0)
+    config = LRMoEConfig(drop=drop)
+    model = OfSequences()
+    parallelize(model, ExpertParallel(group, num_experts=4, config=config))
+    recal = lrmoe.attach(model, config)
+    # Of the second rank's batch one sequence is empty.
+    lengths = torch.tensor([[7, 3, 12], [12, 0, 5], [1, 1, 1]][group.rank()])
+    mask = torch.arange(12) < lengths[:, None]
+    ids = torch.randint(0, 16, (3, 12), generator=torch.Generator().manual_seed(group.rank()))
+    with lrmoe.recording() as calls:
+        model(ids, mask).square().sum().backward()
+    kept_BS = calls[0].kept_TK.sum(1).view(3, 12)
+    shares = [int(kept) / int(2 * length) for kept, length in zip(kept_BS.sum(1), lengths, strict=True) if length]
+    wanted = [min(shares), statistics.median(shares), max(shares)]
+    own = recal.metrics(reset=False)
+    assert [own[key] for key in BY_SEQUENCE] == pytest.approx(wanted)
+    of_ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(of_ranks, wanted, group=group)
+    told = global_metrics(recal, group)
+    assert [told[key] for key in BY_SEQUENCE] == pytest.approx(torch.tensor(of_ranks).mean(0).tolist())
+    assert drop == 0.0 or wanted[0] < wanted[-1] or group.rank() == 2
+
+
+@pytest.mark.parametrize(("world", "drop"), [(1, 0.4), (2, 0.4), (3, 0.4), (2, 0.0)])
+def test_s9_sequences_of_several_ranks(world: int, drop: float) -> None:
+    run_world(world, sequences_of_ranks, drop)

@@ -25,9 +25,10 @@ def operator_arguments(problem: Problem, config: LRMoEConfig, *, train: bool = T
     leaves = problem.leaves()
     return (
         leaves["x_TD"], problem.ids_TK, leaves["topk_weights_TK"], leaves["gate_up_proj"], leaves["down_proj"],
-        leaves.get("gate_up_bias"), leaves.get("down_bias"), problem.mask_T, control.clock.position_3,
-        control.identity_3, control.clock.drop_L, problem.activation, config.selector, config.metric, config.quota,
-        config.router_grad, config.save, config.remainder, config.error_budget, train,
+        leaves.get("gate_up_bias"), leaves.get("down_bias"), problem.mask_T,
+        torch.arange(len(problem.ids_TK)) // 3, control.clock.position_3, control.identity_3, control.clock.drop_L,
+        problem.activation, config.selector, config.metric, config.quota, config.router_grad, config.save,
+        config.remainder, config.error_budget, train,
     )  # fmt: skip
 
 
@@ -54,14 +55,15 @@ def test_backward_operator_is_registered_as_it_behaves(remainder: Any, drop: flo
     config = LRMoEConfig(drop=drop, remainder=remainder)
     arguments = [a.detach() if isinstance(a, Tensor) else a for a in operator_arguments(problem, config)]
     out = torch.ops.lrmoe.routed_experts(*arguments)
-    x_TD, _, alpha_TK, gate_up, down, gate_up_bias, down_bias, mask_T = arguments[:8]
-    activation, selector, metric, quota, router_grad, save, remainder, error_budget, _ = arguments[11:]
+    x_TD, _, alpha_TK, gate_up, down, gate_up_bias, down_bias, mask_T, sequence_T = arguments[:9]
+    activation, selector, metric, quota, router_grad, save, remainder, error_budget, _ = arguments[12:]
     for needs in ([True] * 6, [False, True, False, True, False, True]):
         torch.library.opcheck(
             torch.ops.lrmoe.routed_experts_backward.default,
             (
-                problem.grad_TD, x_TD, out[1], alpha_TK, gate_up, down, gate_up_bias, down_bias, mask_T, *out[2:],
-                *out[-2:], activation, selector, metric, quota, router_grad, save, remainder, error_budget, needs,
+                problem.grad_TD, x_TD, out[1], alpha_TK, gate_up, down, gate_up_bias, down_bias, mask_T, sequence_T,
+                *out[2:], *out[-2:], activation, selector, metric, quota, router_grad, save, remainder, error_budget,
+                needs,
             ),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip

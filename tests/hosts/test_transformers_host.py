@@ -523,7 +523,7 @@ def test_choices_of_other_ranks_are_left_out() -> None:
         if implementation == "lrmoe":
             recal = lrmoe.attach(model, EXACT)
             # The rows come from other ranks: a mask of this rank's tokens must not be applied.
-            nobody = Tokens((1, 5), torch.zeros(1, 5, dtype=torch.bool))
+            nobody = Tokens((1, 5), torch.zeros(1, 5, dtype=torch.bool), device=torch.device("cpu"))
             recal.clock.calls.append(Call(model, nobody, counts=True))
         else:
             model.set_experts_implementation(implementation)

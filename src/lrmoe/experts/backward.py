@@ -15,6 +15,7 @@ from lrmoe.config import Metric
 from lrmoe.experts.compacted import Activations, Bank, Needs, Recipe, Rows, kept_gradients, router_dots
 from lrmoe.experts.meter import BackwardCall, BackwardStats, Meter, is_recording, record
 from lrmoe.experts.remainder import Completion, Means, summed_gradients
+from lrmoe.experts.sequences import kept_by_sequence
 from lrmoe.ops.permute import add_to_tokens
 from lrmoe.recalibration import draws
 from lrmoe.recalibration.design import design, rank
@@ -34,6 +35,7 @@ class Saved:
     alpha_TK: Tensor
     bank: Bank
     token_mask_T: Tensor | None
+    sequence_T: Tensor | None
     h_N2F: Tensor
     phi_root_N: Tensor
     means_EX: Tensor
@@ -221,6 +223,10 @@ def _report(
         # Captured importance is told in the paper's R whatever the selection went by.
         lrm_N = score_N if recipe.metric == "lrm" else _scores("lrm", grad_TD, saved, ordered)
         meter.add(backward_stats(kept, lrm_N, segments, saved.load_E, by_lrm=recipe.metric == "lrm"))
+        if saved.sequence_T is not None:
+            top_k = saved.alpha_TK.shape[1]
+            token_N = torch.where(segments.live_N, ordered.pair_N // top_k, -1)
+            meter.add_sequences(kept_by_sequence(saved.sequence_T, token_N, token_N.index_select(0, kept.index_M)))
     if is_recording():
         _, step, layer, microbatch = saved.position
         shape = saved.alpha_TK.shape

@@ -28,12 +28,14 @@ class Moment(NamedTuple):
     """What one forward of one layer runs with.
 
     ``position_3``: int64 CPU, (seed, step, microbatch); ``drop_L``: fp64 CPU, the drop in force in each layer;
-    ``token_mask_T``: bool on the rows' device, which of them are real, or None for all.
+    ``token_mask_T``: bool on the rows' device, which of them are real, or None for all;
+    ``sequence_T``: int64 there, the number in [0, T) of the sequence that each row belongs to, None where unknown.
     """
 
     position_3: Tensor
     drop_L: Tensor
     token_mask_T: Tensor | None
+    sequence_T: Tensor | None = None
 
 
 def moment_of(config: LRMoEConfig, *, step: int, microbatch: int) -> Moment:
@@ -243,12 +245,14 @@ class LayerControl:
             batch_major: rows that come flattened, (T, D), run through one sequence after the other.
         """
         at = self.clock.at_forward_of(self.layer, self.name)
-        mask_T, doubt = None, None
+        mask_T, doubt, sequence_T = None, None, None
         if at.tokens is not None:
             mask_T, doubt = at.tokens.real_rows(x.shape[:-1], batch_major=batch_major)
+            sequence_T = at.tokens.row_sequences(x.shape[:-1], batch_major=batch_major)
         if doubt is not None and self.clock.unclear is not None and not torch.compiler.is_compiling():
             self.clock.unclear(self.name, doubt)
-        return Moment(at.position_3, at.drop_L, None if mask_T is None else mask_T.to(x.device))
+        on_device = (None if rows_T is None else rows_T.to(x.device) for rows_T in (mask_T, sequence_T))
+        return Moment(at.position_3, at.drop_L, *on_device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"clock": self.clock, "layer": self.layer, "name": self.name, "watched": self.meter.watched}

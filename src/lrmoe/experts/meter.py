@@ -21,6 +21,8 @@ from lrmoe.evenness import max_over_mean
 
 # What is read of a layer, by the names under which it is logged: means over layers and steps, and sums.
 SHARES = ("kept_share", "kept_importance_share", "variance_share", "load_max_over_mean")
+# Means over the backwards in which sequences could be told apart.
+BY_SEQUENCE = ("sequence_kept_share_min", "sequence_kept_share_median", "sequence_kept_share_max")
 SECONDS = ("forward_seconds", "backward_seconds")
 NONFINITE = "nonfinite_backwards"
 
@@ -101,6 +103,8 @@ class Meter:
         self._pairs_2E: Tensor | None = None
         self._sums_3: Tensor | None = None
         self._summed: Tensor | None = None
+        # The least, the median and the most that sequences kept, and of how many backwards they are the sums.
+        self._sequences_4: Tensor | None = None
 
     def add(self, stats: BackwardStats, *, routed_E: Tensor | None = None) -> None:
         """Adds one backward; ``routed_E`` its loads where ``stats`` covers only this rank's part of them."""
@@ -116,6 +120,10 @@ class Meter:
         self._sums_3 = _plus(self._sums_3, sums_3)
         self._summed = _plus(self._summed, finite.to(torch.int64))
         self._pairs_2E = _plus(self._pairs_2E, torch.stack([stats.load_E, stats.kept_E]))
+
+    def add_sequences(self, found_4: Tensor) -> None:
+        """Adds what one backward kept of sequences: :func:`lrmoe.experts.sequences.kept_by_sequence`."""
+        self._sequences_4 = _plus(self._sequences_4, found_4)
 
     @property
     def load_E(self) -> Tensor | None:
@@ -153,6 +161,7 @@ class Meter:
             "importance_total": importance_total,
             "importance_kept": importance_kept,
             "variance": variance,
+            "sequences": NOTHING["sequences"] if self._sequences_4 is None else self._sequences_4.tolist(),
             NONFINITE: self.backwards - int(self._summed),
             "backwards": self.backwards,
             "forward_seconds": self.forward_seconds,
@@ -176,6 +185,7 @@ NOTHING: dict[str, Any] = {
     "importance_total": 0.0,
     "importance_kept": 0.0,
     "variance": 0.0,
+    "sequences": [0.0, 0.0, 0.0, 0.0],
     "backwards": 0,
     NONFINITE: 0,
     "forward_seconds": 0.0,
@@ -189,10 +199,15 @@ def shares(totals: dict[str, Any]) -> dict[str, Any]:
     ``nonfinite_backwards`` (how many of them the shares of importance leave out, because theirs was NaN or infinite),
     ``forward_seconds``, ``backward_seconds`` (see :class:`Stopwatch`; CPU tensors only).
 
+    ``sequence_kept_share_min``, ``_median`` and ``_max``: of the sequences of a backward the one that kept the least of
+    its pairs, the one in the middle and the one that kept most; means over the backwards that knew their sequences,
+    None where none did.
+
     Where all that there was is left out, nobody knows ``kept_importance_share`` and ``variance_share``: None."""
     load, kept = totals["load"], totals["kept"]
     pairs, total, nonfinite = sum(load), totals["importance_total"], totals[NONFINITE]
     unknown = nonfinite > 0 and total == 0.0
+    *sums, told = totals["sequences"]
     return {
         "load": load,
         "kept": kept,
@@ -201,6 +216,7 @@ def shares(totals: dict[str, Any]) -> dict[str, Any]:
         "variance_share": None if unknown else totals["variance"] / total if total else 0.0,
         # Loggers want a number where nothing was routed, as where every token is padding.
         "load_max_over_mean": max_over_mean(load) or 1.0,
+        **{key: value / told if told else None for key, value in zip(BY_SEQUENCE, sums, strict=True)},
         "backwards": totals["backwards"],
         NONFINITE: nonfinite,
         "forward_seconds": totals["forward_seconds"],

@@ -99,6 +99,7 @@ def routed_experts(
     moment = moment_of(config, step=step, microbatch=microbatch)
     return _experts(
         (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
+        None,
         moment.position_3,
         # Nobody's meter.
         torch.tensor([layer, 0, 0], dtype=torch.int64, device="cpu"),
@@ -130,6 +131,7 @@ def controlled_experts(
     check_not_transformed(layer_in_words(control.name))
     return _experts(
         (x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
+        moment.sequence_T,
         moment.position_3,
         control.identity_3,
         moment.drop_L,
@@ -142,7 +144,13 @@ _Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor |
 
 
 def _experts(
-    tensors: _Tensors, position_3: Tensor, identity_3: Tensor, drop_L: Tensor, config: LRMoEConfig, activation: str
+    tensors: _Tensors,
+    sequence_T: Tensor | None,
+    position_3: Tensor,
+    identity_3: Tensor,
+    drop_L: Tensor,
+    config: LRMoEConfig,
+    activation: str,
 ) -> Tensor:
     """The operator with its arguments checked and in the dtypes it takes; ``tensors`` in the order it takes them."""
     check_arguments(*tensors)
@@ -159,6 +167,7 @@ def _experts(
         None if gate_up_bias is None else gate_up_bias.to(dtype),
         None if down_bias is None else down_bias.to(dtype),
         token_mask_T,
+        sequence_T,
         position_3,
         identity_3,
         drop_L,
@@ -214,6 +223,7 @@ def _forward(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     token_mask_T: Tensor | None,
+    sequence_T: Tensor | None,
     position_3: Tensor,
     identity_3: Tensor,
     drop_L: Tensor,
@@ -273,7 +283,7 @@ def _forward(
 
 @_forward.register_fake
 def _(x_TD: Tensor, ids_TK: Tensor, alpha_TK: Tensor, gate_up_proj: Tensor, *args: Any) -> tuple[Tensor, ...]:
-    router_grad, save, remainder, train = args[11], args[12], args[13], args[15]
+    router_grad, save, remainder, train = args[12], args[13], args[14], args[16]
     num_pairs, num_experts = ids_TK.numel(), gate_up_proj.shape[0]
 
     def ints(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -308,6 +318,7 @@ def _backward(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     token_mask_T: Tensor | None,
+    sequence_T: Tensor | None,
     h_N2F: Tensor,
     phi_root_N: Tensor,
     means_EX: Tensor,
@@ -339,6 +350,7 @@ def _backward(
         alpha_TK=alpha_TK,
         bank=Bank(gate_up_proj, down_proj, gate_up_bias, down_bias),
         token_mask_T=token_mask_T,
+        sequence_T=sequence_T,
         h_N2F=h_N2F,
         phi_root_N=phi_root_N,
         means_EX=means_EX,
@@ -390,11 +402,11 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x_TD, _, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T = inputs[:8]
-    activation, selector, metric, quota, router_grad, save, remainder, error_budget, _ = inputs[11:]
+    x_TD, _, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T, sequence_T = inputs[:9]
+    activation, selector, metric, quota, router_grad, save, remainder, error_budget, _ = inputs[12:]
     _, own_out_TD, h_N2F, phi_root_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint = output
     ctx.save_for_backward(
-        x_TD, own_out_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
+        x_TD, own_out_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T, sequence_T,
         h_N2F, phi_root_N, means_EX, pair_N, offs_E, load_E, quota_E, key_5, fingerprint,
     )  # fmt: skip
     ctx.recipe = (activation, selector, metric, quota, router_grad, save, remainder, error_budget)

@@ -17,12 +17,12 @@ from transformers.trainer_callback import (
 from transformers.training_args import TrainingArguments
 
 from lrmoe.control import Recalibrator
-from lrmoe.experts.meter import NONFINITE, SECONDS, SHARES
+from lrmoe.experts.meter import BY_SEQUENCE, NONFINITE, SECONDS, SHARES
 from lrmoe.hosts.expert_modules import EXPERT_PARALLEL
 from lrmoe.hosts.restored_weights import check_best_can_be_loaded, check_resumed, report_best, sample_weights
 
 # The scalars of Recalibrator.metrics() that go into the Trainer's logs, as "lrmoe/<name>".
-LOGGED = ("drop", "guarded_layers", NONFINITE, *SHARES)
+LOGGED = ("drop", "guarded_layers", NONFINITE, *SHARES, *BY_SEQUENCE)
 
 
 class RecalibrationCallback(TrainerCallback, ExportableState):  # type: ignore[misc]

@@ -63,8 +63,8 @@ def lrmoe_experts_forward(self: Experts, hidden_states: Tensor, top_k_index: Ten
     gate_up_proj, down_proj = weights(self)
     mask_T = moment_mask(control, moment)
     if self._is_expert_parallel:
-        # The rows are what other ranks sent; the mask of this rank's tokens says nothing about them.
-        mask_T = None
+        # The rows are what other ranks sent; what is known of this rank's tokens says nothing about them.
+        mask_T, moment = None, moment._replace(sequence_T=None)
         top_k_index = torch.where(top_k_index >= self.num_experts, -1, top_k_index)
     out_TD = controlled_experts(
         hidden_states,

@@ -70,6 +70,8 @@ class LRMoEExpertParallel(EPImplementation):  # type: ignore[misc]
         if shares_tokens:
             hidden_states, top_k_index, top_k_weights = map(self._part, (hidden_states, top_k_index, top_k_weights))
             mask_T = None if mask_T is None else self._part(mask_T)
+            # A part may begin and end within a sequence.
+            moment = moment._replace(sequence_T=None)
         if self.engine is None:
             self.engine = _engine(self, policy="fixed")
         gate_up_proj, down_proj = weights(module)

@@ -16,6 +16,7 @@ from lrmoe.experts.backward import backward_stats, complete_by_sum_rule, row_noi
 from lrmoe.experts.compacted import Activations, Bank, Needs, RowGradients, Rows, kept_gradients
 from lrmoe.experts.meter import BackwardCall, BackwardStats, record
 from lrmoe.experts.remainder import Completion, Means
+from lrmoe.experts.sequences import kept_by_sequence
 from lrmoe.ops.permute import add_to_tokens
 from lrmoe.parallel.call import Call
 from lrmoe.parallel.transport import AllToAllTransport, KeptTransport
@@ -75,6 +76,7 @@ class DistributedBackward:
             if call.recording:
                 self._record(transport, chosen)
         pair_M = self.pair_L if carrier.sent_M is None else self.pair_L.index_select(0, carrier.sent_M)
+        self._meter_sequences(carrier.sent_M)
         with line.phase("dispatch gradients"):
             grad_MD = grad_TD.index_select(0, pair_M // self.alpha_TK.shape[1])
         grad_MD = carrier.to_experts(grad_MD, "gradients to experts")
@@ -260,6 +262,16 @@ class DistributedBackward:
             ),
             routed_E=self.call.load_E,
         )
+
+    def _meter_sequences(self, sent_M: Tensor | None) -> None:
+        """Reports what this rank's own sequences keep; ``sent_M``: which rows in send order, None for all."""
+        meter, sequence_T = self.call.meter, self.call.sequence_T
+        if meter is None or sequence_T is None:
+            return
+        token_L = self.pair_L // self.alpha_TK.shape[1]
+        if self.token_mask_T is not None:
+            token_L = torch.where(self.token_mask_T[token_L], token_L, -1)
+        meter.add_sequences(kept_by_sequence(sequence_T, token_L, token_L if sent_M is None else token_L[sent_M]))
 
     def _count_everything(self) -> None:
         # Without a selection nobody has asked for scores: shares of an importance of zero read as whole.

@@ -21,7 +21,8 @@ class Call:
     ``load_E``, ``quota_E``: int64, real pairs of all ranks for each expert and how many are kept; ``position``: (seed,
     step, layer, microbatch); ``train``: a backward may follow; ``recording``: somebody records it, on
     some rank; ``fingerprint``: of this rank's routing and of the position; ``masked``: some rank has masked tokens;
-    ``sums``: what is exchanged for ``remainder="mean"``, None where nothing is.
+    ``sums``: what is exchanged for ``remainder="mean"``, None where nothing is; ``sequence_T``: int64, the number in
+    [0, T) of the sequence of each of this rank's tokens, None where unknown.
     """
 
     layout: Layout
@@ -38,3 +39,4 @@ class Call:
     fingerprint: Tensor
     masked: bool = False
     sums: GradientSums | None = None
+    sequence_T: Tensor | None = None

@@ -432,5 +432,6 @@ class ExpertParallel:
             fingerprint=routing_fingerprint(own.ids_TK, own.real_ids_TK) + hash((step, microbatch, layer)) % 2**61,
             masked=bool(loads.masked_GE.any()),
             sums=GradientSums.of(plan, self.rank, banks, tensors.x_TD.device) if completed else None,
+            sequence_T=moment.sequence_T,
         )
         return run_experts(tensors.x_TD, tensors.topk_weights_TK, owned, tensors.token_mask_T, call)

@@ -25,10 +25,10 @@ def global_metrics(
     """:meth:`Recalibrator.metrics` over all ranks of ``group``, the same on each; every one of them has to call it.
 
     Loads, kept pairs and importance are added up: under expert parallelism a rank counts the pairs it computed, without
-    it those of its own tokens, so each pair is counted once. ``nonfinite_backwards`` are
-    added up too, as each rank leaves out its own part: a backward in which all met NaN counts once for each of them.
-    Seconds are the slowest rank's. Layers whose experts ran with nothing to drop count no importance there, and their
-    shares are those of the other steps.
+    it those of its own tokens, so each pair is counted once. Each rank has sequences of its own: means over backwards
+    of what they kept are means over ranks as well. ``nonfinite_backwards`` are added up too, as each rank leaves out
+    its own part: a backward in which all met NaN counts once for each of them. Seconds are the slowest rank's. Layers
+    whose experts ran with nothing to drop count no importance there, and their shares are those of the other steps.
 
     Args:
         group: the ranks that train the model together, the default group if None.
@@ -52,7 +52,7 @@ def _merge(parts: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         **{
             key: [sum(counts) for counts in zip(*(part[key] for part in parts), strict=True)]
-            for key in ("load", "kept")
+            for key in ("load", "kept", "sequences")
         },
         **{key: sum(part[key] for part in parts) for key in _SUMS},
         **{key: max(part[key] for part in parts) for key in _LARGEST},

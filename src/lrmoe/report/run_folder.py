@@ -5,9 +5,10 @@ A run folder holds
 - ``config.json``: one object, the settings of the run;
 - ``metrics.jsonl``: one object a line, one line a logged step. ``step`` is required; ``loss``, ``eval_loss``, ``drop``,
   ``kept_share``, ``kept_importance_share``, ``variance_share``, ``load_max_over_mean``, ``forward_seconds``,
-  ``backward_seconds``, ``seconds``, ``guarded_layers``, ``nonfinite_backwards``, ``guard_events``, ``saved_bytes``,
-  ``parallel`` and ``layers`` may be absent or null; a comparison adds ``variant`` and ``seed`` to every line. A number
-  that is not finite is the string "NaN", "Infinity" or "-Infinity"; it may also stand there bare;
+  ``backward_seconds``, ``sequence_kept_share_min``, ``_median`` and ``_max``, ``seconds``, ``guarded_layers``,
+  ``nonfinite_backwards``, ``guard_events``, ``saved_bytes``, ``parallel`` and ``layers`` may be absent or null; a
+  comparison adds ``variant`` and ``seed`` to every line. A number that is not finite is the string "NaN", "Infinity" or
+  "-Infinity"; it may also stand there bare;
 - ``summary.json``: one object, the result; absent while a run is unfinished.
 """
 
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe import strict_json
-from lrmoe.experts.meter import NONFINITE, SECONDS, SHARES
+from lrmoe.experts.meter import BY_SEQUENCE, NONFINITE, SECONDS, SHARES
 from lrmoe.training.files import check_file
 
 NUMBERS = (
@@ -29,12 +30,13 @@ NUMBERS = (
     "eval_loss",
     "drop",
     *SHARES,
+    *BY_SEQUENCE,
     *SECONDS,
     "seconds",
     "guarded_layers",
     NONFINITE,
 )
-_LAYER_NUMBERS = (*SHARES, "drop")
+_LAYER_NUMBERS = (*SHARES, *BY_SEQUENCE, "drop")
 # Of ``parallel``, what lrmoe.parallel.ExpertParallel.metrics gives: means over a line's plans.
 BALANCE = (
     "home_max_over_mean",

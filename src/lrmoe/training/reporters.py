@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback
 
 from lrmoe import strict_json
-from lrmoe.experts.meter import SHARES
+from lrmoe.experts.meter import BY_SEQUENCE, SHARES
 from lrmoe.hosting import layer_label
 from lrmoe.hosts.transformers import RecalibrationCallback
 from lrmoe.training.config import TrainConfig
@@ -104,7 +104,7 @@ class TensorBoardLayers(TrainerCallback):  # type: ignore[misc]
         step = state.global_step
         for name, layer in (self._recalibration.metrics or {})["layers"].items():
             name = layer_label(name)
-            for key in SHARES:
+            for key in (*SHARES, *BY_SEQUENCE):
                 if layer[key] is not None:
                     self._writer.add_scalar(f"{key}_by_layer/{name}", layer[key], step)
             if "guarded" in layer:
