@@ -201,7 +201,8 @@ def test_detach_unwraps_the_checkpointing_function() -> None:
     assert model.model.layers[0]._gradient_checkpointing_func is before
 
 
-def test_a_users_own_checkpoint_around_a_layer() -> None:
+@pytest.mark.parametrize("left_padded", [False, True])
+def test_a_users_own_checkpoint_around_a_layer(left_padded: bool) -> None:
     class Wrapped(nn.Module):
         def __init__(self, layer: nn.Module, use: bool) -> None:
             super().__init__()
@@ -212,15 +213,18 @@ def test_a_users_own_checkpoint_around_a_layer() -> None:
                 return checkpoint(self.layer, *args, use_reentrant=False, **kwargs)
             return self.layer(*args, **kwargs)
 
-    found = []
+    found, shares = [], []
     for use in (False, True):
         model = build("olmoe")
         for i, layer in enumerate(model.model.layers):
             model.model.layers[i] = Wrapped(layer, use)
-        lrmoe.attach(model, DROP)
-        found.append(gradients(model, batch())[1])
+        recal = lrmoe.attach(model, DROP)
+        data = padded(batch(), [12, 7, 4], side="left") if left_padded else batch()
+        found.append(gradients(model, data)[1])
+        shares.append(recal.metrics()["sequence_kept_share_min"])
     for name, grad in found[0].items():
         assert torch.equal(grad, found[1][name]), name
+    assert shares[0] == shares[1] < 1.0
 
 
 # --- padding -----------------------------------------------------------------------------------------------------

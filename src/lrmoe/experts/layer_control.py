@@ -188,8 +188,10 @@ class Clock:
             found = awaited.pop()
         if found is None:
             found = self._last or self.now
-        # A module that brings its own tokens does so in the recompute as well.
-        return found._replace(tokens=self.calls[-1].tokens) if self.calls else found
+        # A module that brings its own tokens does so in the recompute as well; one that works on those of the call
+        # around it has no such call now.
+        own = self.calls[-1].tokens if self.calls else None
+        return found if own is None else found._replace(tokens=own)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -105,8 +105,8 @@ class TensorBoardLayers(TrainerCallback):  # type: ignore[misc]
         for name, layer in (self._recalibration.metrics or {})["layers"].items():
             name = layer_label(name)
             for key in (*SHARES, *BY_SEQUENCE):
-                if layer[key] is not None:
-                    self._writer.add_scalar(f"{key}_by_layer/{name}", layer[key], step)
+                if (value := layer.get(key)) is not None:
+                    self._writer.add_scalar(f"{key}_by_layer/{name}", value, step)
             if "guarded" in layer:
                 self._writer.add_scalar(f"guarded_by_layer/{name}", float(layer["guarded"]), step)
             if pairs := sum(layer["load"]):
