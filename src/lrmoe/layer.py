@@ -221,9 +221,11 @@ class MoE(nn.Module):
 
     def _watch_steps(self) -> None:
         """A forward that may be trained on, without a recalibrator: nobody but the user moves this layer on."""
-        config = self.control.config
-        if self._stepping is None and (config.drop > 0.0 or self.router.selection_bias is not None):
-            self._stepping = Stepping(self, [self], self.control.clock, wants_drop=config.drop > 0.0, alone=True)
+        drops = self.control.config.drop > 0.0
+        # A router that somebody has put in the place of ours need not have one.
+        has_bias = getattr(self.router, "selection_bias", None) is not None
+        if self._stepping is None and (drops or has_bias):
+            self._stepping = Stepping(self, [self], self.control.clock, wants_drop=drops, alone=True)
         if self._stepping is not None:
             self._stepping.before_forward(self.training)
 
