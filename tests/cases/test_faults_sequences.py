@@ -172,4 +172,4 @@ def test_s9_on_the_page(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(line + '"sequence_kept_share_max": 0.75, "layers": []}\n')
     figure = run_charts.dropped(read_run(tmp_path).trainings[0])
     assert figure is not None
-    assert [trace["y"][0] for trace in figure["data"]] == pytest.approx([75.0, 25.0, 40.0, 40.0])
+    assert [trace["y"][0] for trace in figure["data"]] == pytest.approx([40.0, 40.0, 75.0, 25.0])

@@ -63,17 +63,17 @@ def dropped(training: Training) -> Figure | None:
     that lost most and least, in percent."""
     schedule, kept = training.series("drop"), training.series("kept_share")
     data = []
-    for column, name in (("min", "of the sequence that lost most"), ("max", "of the one that lost least")):
-        steps, shares = training.series(f"sequence_kept_share_{column}")
-        if steps:
-            lost = series.finite(100 * (1 - value) for value in shares)
-            data.append(line(steps, lost, _solid(PALE_BLUE), name, digits=2, width=1.5))
     if kept[0]:
         left_out = [100 * (1 - value) for value in kept[1]]
         data.append(line(kept[0], series.finite(left_out), _solid(BLUE), "left out", digits=2, width=3))
     if schedule[0]:
         planned = series.finite(100 * value for value in schedule[1])
         data.append(line(schedule[0], planned, Look(colour=NEUTRAL, dash="dash"), "drop in effect", digits=2))
+    for column, name in (("min", "of the sequence that lost most"), ("max", "of the one that lost least")):
+        steps, shares = training.series(f"sequence_kept_share_{column}")
+        if steps:
+            lost = series.finite(100 * (1 - value) for value in shares)
+            data.append(line(steps, lost, _solid(PALE_BLUE), name, digits=2, width=1.5))
     for trace in data:
         trace["hovertemplate"] += " %"
     frame = layout("optimizer step", "pairs left out (%)", height=300)

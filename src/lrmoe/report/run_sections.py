@@ -71,6 +71,9 @@ def _kept(page: Page, training: Training, evidence: Evidence) -> str:
     share = evidence.kept_share
     over = f" Over the run {percent(1 - share)} of the pairs were left out." if share is not None else ""
     held = " Where a layer's guard stops it, less is left out than scheduled." if evidence.events else ""
+    apart = ""
+    if training.series("sequence_kept_share_min")[0]:
+        apart = " The pale lines: of the sequences of a batch the one that lost most and the one that lost least."
     importance = run_charts.kept_importance(training, limit)
     lowest = min(evidence.kept_importance, key=lambda pair: pair[1], default=None)
     least = f" Least here: {percent(lowest[1])} at step {whole(lowest[0])}, mean of layers." if lowest else ""
@@ -102,7 +105,7 @@ def _kept(page: Page, training: Training, evidence: Evidence) -> str:
             "Drop schedule, and what was left out",
             "The share of token-expert pairs whose backward the schedule lets out at the logged step (dashed), and "
             "that was left out since the line before. They part where the drop changes, where quotas are rounded and "
-            f"where an error budget holds pairs back.{held}{over}",
+            f"where an error budget holds pairs back.{held}{over}{apart}",
             dropped,
             "No drop was logged.",
             colours=colours_of(dropped),
