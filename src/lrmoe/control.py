@@ -18,8 +18,9 @@ from lrmoe.experts.meter import BY_SEQUENCE, NONFINITE, NOTHING, SECONDS, SHARES
 from lrmoe.experts.validation import check_not_transformed
 from lrmoe.guarding import Guard, as_sums
 from lrmoe.hosting import Host as Host
-from lrmoe.hosting import HostedLayers
+from lrmoe.hosting import HostedLayers, layer_label
 from lrmoe.layer import MoE
+from lrmoe.once import Once
 from lrmoe.recalibration.schedule import drop_at
 from lrmoe.stepping import Stepping
 
@@ -107,6 +108,7 @@ class Recalibrator:
         # Of the last step: the drop scheduled, and that in force in each layer.
         self._last_drop: tuple[float, list[float]] | None = None
         self._model = model
+        self._once = Once()
         # The model is changed from here on, by nothing that can fail half way.
         self._undo = self._hosted.bind(model, self.layers)
         layers = list(self._hosted.modules.values())
@@ -189,7 +191,9 @@ class Recalibrator:
             if isinstance(layer, MoE):
                 layer.update_selection_bias(self._load_group)
         scheduled = float(self.clock.drop)
-        self._last_drop = scheduled, self.clock.drop_L.tolist()
+        instead = self._say_instead()
+        drops = zip(self.layers, self.clock.drop_L.tolist(), strict=True)
+        self._last_drop = scheduled, [0.0 if name in instead else drop for name, drop in drops]
         sums = self._take_sums()
         if self._guard.limit is not None and scheduled > 0.0:
             self._watch(sums)
@@ -324,6 +328,23 @@ class Recalibrator:
                 drop_at(self._config, self.clock.step)  # Raises, saying what is missing.
         if not torch.compiler.is_compiling():
             self._stepping.before_forward(trains)
+            if trains:
+                self._say_instead()
+
+    def _say_instead(self) -> dict[str, str]:
+        """The layers that run something else than LRMoE's experts now; told, once for each thing that they run."""
+        instead = self._hosted.run_instead()
+        for other in dict.fromkeys(instead.values()):
+            names = [layer_label(name) for name, runs in instead.items() if runs == other]
+            self._once.warn(
+                other,
+                f"{len(names)} of {len(self.layers)} attached layers ({names[0]}, ...) run "
+                f"experts_implementation={other!r}, to which the {type(self._model).__name__} was switched since "
+                "attach(): their backward is exact, and nothing is dropped or measured. "
+                'set_experts_implementation("lrmoe") takes the recalibration up again; detach() ends it and leaves the '
+                "model with what it was switched to",
+            )
+        return instead
 
 
 def _hookable(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

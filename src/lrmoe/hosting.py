@@ -31,6 +31,9 @@ class Host(Protocol):
         be picklable and follow a copied model, like everything that hangs on a model. Where it raises, it has changed
         nothing."""
 
+    def runs_instead(self, module: nn.Module) -> str | None:
+        """What a bound module runs in place of LRMoE's experts, because the library was told so since; else None."""
+
     def engine(self, module: nn.Module) -> ExpertsEngine | None:
         """What runs the module's experts where they are spread over ranks."""
 
@@ -67,6 +70,15 @@ class HostedLayers:
             raise
         return undo
 
+    def run_instead(self) -> dict[str, str]:
+        """The layers that run something in place of LRMoE's experts now, with what they run."""
+        return {
+            name: other
+            for host, names in self._hosts
+            for name in names
+            if (other := host.runs_instead(self.modules[name])) is not None
+        }
+
     def engines(self) -> list[tuple[ExpertsEngine, list[int]]]:
         """What runs experts that are spread over ranks, with the places of its layers in ``modules``."""
         host_of = {name: host for host, names in self._hosts for name in names}
@@ -102,6 +114,9 @@ class _OwnLayers:
         for layer, control in zip(layers, controls.values(), strict=True):
             layer.hand(control)
         return undo
+
+    def runs_instead(self, module: nn.Module) -> str | None:
+        return None
 
     def engine(self, module: nn.Module) -> ExpertsEngine | None:
         return module.experts.engine if isinstance(module, MoE) else None

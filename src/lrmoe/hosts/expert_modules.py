@@ -110,6 +110,11 @@ def activation_of(module: Experts) -> str:
     )
 
 
+def gate_of(module: Experts) -> tuple[Any, ...]:
+    """What a module's gate computes with; equal as long as that is the same."""
+    return getattr(module, "act_fn", None), *_clamps(module)
+
+
 def _candidates(module: Experts) -> list[str]:
     names = ["silu", "gelu", "gelu_tanh", "relu"]
     names += [f"clamped_swiglu(alpha={alpha!r},limit={limit!r})" for alpha, limit in _clamps(module)]

@@ -8,7 +8,6 @@ T tokens (B*S, batch-major), K choices, E experts, D model width, F expert width
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,8 @@ from lrmoe.experts.layer_control import LayerControl, Moment, exact_control
 from lrmoe.experts.operator import controlled_experts
 from lrmoe.hosting import layer_label
 from lrmoe.hosts.checkpointing import follow_recomputes
-from lrmoe.hosts.expert_modules import Experts, activation_of, is_experts, weights, why_not
+from lrmoe.hosts.expert_modules import Experts, activation_of, gate_of, is_experts, weights, why_not
+from lrmoe.hosts.implementation import NAME, Switch, runs_before, runs_instead
 from lrmoe.hosts.per_expert_weights import hang_on
 from lrmoe.hosts.trainer_callback import RecalibrationCallback
 
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from lrmoe.parallel import ExpertParallel
 
 __all__ = ["HOST", "NAME", "RecalibrationCallback", "lrmoe_experts_forward", "set_balancer"]
-
-NAME = "lrmoe"
 
 # Weights that these implementations have rewritten for their kernel cannot be read by another.
 _LOCKED = ("deepgemm_megamoe",)
@@ -58,6 +56,9 @@ def lrmoe_experts_forward(self: Experts, hidden_states: Tensor, top_k_index: Ten
     Returns:
         (T, D) in the dtype of ``hidden_states``.
     """
+    if getattr(self, "lrmoe_control", None) is None and (other := runs_before(self)) is not None:
+        out: Tensor = other(self, hidden_states, top_k_index, top_k_weights)
+        return out
     control = control_of(self)
     moment = control.moment(hidden_states, batch_major=True)
     gate_up_proj, down_proj = weights(self)
@@ -97,17 +98,19 @@ def control_of(module: Experts) -> LayerControl:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def activation_name(module: Experts) -> str:
-    """The name of the module's activation, read off once."""
-    if not hasattr(module, "_lrmoe_activation"):
-        module._lrmoe_activation = _read_activation(module)
+    """The name of the module's activation, read off again where the module was given another one."""
+    if getattr(module, "_lrmoe_gate", None) != gate_of(module):
+        if problem := why_not(module):
+            raise ValueError(f'experts_implementation="{NAME}": {problem}')
+        _read_activation(module)
     known: str = module._lrmoe_activation
     return known
 
 
-def _read_activation(module: Experts) -> str:
-    if problem := why_not(module):
-        raise ValueError(f'experts_implementation="{NAME}": {problem}')
-    return activation_of(module)
+def _read_activation(module: Experts) -> None:
+    module._lrmoe_activation = activation_of(module)
+    # What it was read off; in a tuple, which makes the activation no submodule of another name.
+    module._lrmoe_gate = gate_of(module)
 
 
 _warned = False
@@ -131,21 +134,21 @@ class _Binding:
     def __init__(
         self,
         modules: list[Experts],
-        configs: list[Any],
+        switch: Switch,
         unwrap: Callable[[], None],
         handles: list[RemovableHandle],
         shared: list[Any],
     ) -> None:
         self._modules = modules
-        self._configs = configs
+        self._switch = switch
         self._unwrap = unwrap
         self._handles = handles
         self._shared = shared
 
     def __call__(self) -> None:
-        for module, config in zip(self._modules, self._configs, strict=True):
-            module.config = config
+        for module in self._modules:
             del module.lrmoe_control
+        self._switch()
         for layer in self._shared:
             layer.engine = None
         for handle in self._handles:
@@ -170,22 +173,21 @@ class _TransformersHost:
                     f"{label} was loaded with experts_implementation={implementation!r}, which cannot be switched; "
                     f'load the model with experts_implementation="{NAME}"'
                 )
-            module._lrmoe_activation = activation_of(module)
+            _read_activation(module)
         return found
 
     def bind(self, model: nn.Module, controls: dict[str, LayerControl]) -> Callable[[], None]:
         modules: dict[str, Experts] = {name: model.get_submodule(name) for name in controls}
         # First, because it refuses layers that cannot share an engine.
         shared = _share_engine(list(modules.values()))
-        before = [module.config for module in modules.values()]
+        switch = Switch(model, modules.values())
         for name, module in modules.items():
-            # The module asks its config which implementation to run. With a config of its own, neither the model's
-            # other parts nor other models that share the config are switched along.
-            module.config = copy.copy(module.config)
-            module.config._experts_implementation_internal = NAME
             module.lrmoe_control = controls[name]
         unwrap = follow_recomputes(model, next(iter(controls.values())).clock)
-        return _Binding(list(modules.values()), before, unwrap, hang_on(model), shared)
+        return _Binding(list(modules.values()), switch, unwrap, hang_on(model), shared)
+
+    def runs_instead(self, module: nn.Module) -> str | None:
+        return runs_instead(module)
 
     def engine(self, module: nn.Module) -> ExpertParallel | None:
         layer = None if transformers_ep is None else transformers_ep.of_module(module)

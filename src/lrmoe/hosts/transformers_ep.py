@@ -31,6 +31,9 @@ NAME = "lrmoe"
 class LRMoEExpertParallel(EPImplementation):  # type: ignore[misc]
     """What brings the experts of one layer their tokens. Transformers makes one for each expert module it shards.
 
+    It runs the experts too, so the model cannot be switched to another implementation of them: once attached, a forward
+    then raises.
+
     Attributes:
         engine: the layer's :class:`~lrmoe.parallel.ExpertParallel`, shared by all layers of a model once it is attached
             or was given a balancer; until then the layer has one of its own that moves no experts.
@@ -57,11 +60,21 @@ class LRMoEExpertParallel(EPImplementation):  # type: ignore[misc]
 
         Returns:
             (T, D) in the dtype of ``hidden_states``.
+
+        Raises:
+            ValueError: if the module is attached and its config names another experts implementation.
         """
         # Here, because hosts.transformers imports this module.
         from lrmoe.hosts.transformers import activation_name, control_of, moment_mask
 
         module = self._experts
+        if hasattr(module, "lrmoe_control") and (named := module.config._experts_implementation) != NAME:
+            raise ValueError(
+                f"the attached model was switched to experts_implementation={named!r}, which cannot run its experts: "
+                f'with ep_implementation="{NAME}" that is done by what exchanges the tokens. Set it back with '
+                f'model.set_experts_implementation("{NAME}"); detach() gives the exact backward; load the model with '
+                'ep_implementation="auto" to choose how experts run'
+            )
         control = control_of(module)
         moment = control.moment(hidden_states, batch_major=True)
         mask_T = moment_mask(control, moment)
