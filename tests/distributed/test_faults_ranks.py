@@ -304,3 +304,42 @@ def sequences_of_ranks(group: dist.ProcessGroup, drop: float) -> None:
 @pytest.mark.parametrize(("world", "drop"), [(1, 0.4), (2, 0.4), (3, 0.4), (2, 0.0)])
 def test_s9_sequences_of_several_ranks(world: int, drop: float) -> None:
     run_world(world, sequences_of_ranks, drop)
+
+
+def move_uneven(group: dist.ProcessGroup) -> tuple[int, list[list[int]], Tensor]:
+    """How many experts moved in two steps, the slots that each rank then has, and what an evaluation gives."""
+    torch.manual_seed(0)
+    model = lrmoe.MoE(dim=8, expert_dim=6, num_experts=5, top_k=2)
+    policy = lrmoe.balance.get("smartmoe", interval=1)
+    config = LRMoEConfig(drop=0.0)
+    ep = ExpertParallel(group, num_experts=5, policy=policy, config=config, gradient_divisor=group.size())
+    parallelize(model, ep)
+    recal = lrmoe.attach(model, config)
+    optimizer = torch.optim.SGD(model.experts.parameters(), lr=1e-2, momentum=0.9)
+    x_TD, moved = torch.randn(24, 8) + 1.0, 0
+    hot_K = torch.tensor([0, 1])
+    for _ in range(2):
+        # Both on the first rank, so that one of them goes to the other.
+        routing = model.router.register_forward_hook(
+            lambda router, args, routing: routing._replace(topk_ids_TK=hot_K.expand(24, 2))
+        )
+        optimizer.zero_grad()
+        model(x_TD).square().mean().backward()
+        routing.remove()
+        optimizer.step()
+        recal.step()
+        ep.step(optimizer)
+        moved += len(policy.moves())
+    with torch.no_grad():
+        out_TD = model.eval()(x_TD)
+    return moved, [list(slots) for slots in policy.placement(0)], out_TD
+
+
+def test_experts_move_between_ranks_that_hold_different_numbers_of_them() -> None:
+    (whole,) = run_world(1, move_uneven)
+    assert whole[0] == 0
+    for moved, slots, out_TD in run_world(2, move_uneven):
+        assert moved > 0
+        assert sorted(map(len, slots)) == [2, 3]
+        assert sum(0 in own or 1 in own for own in slots) == 2
+        torch.testing.assert_close(out_TD, whole[2])

@@ -48,7 +48,8 @@ class MovingExperts:
             tensors = {layer: self._registered.movable(layer, optimizers, self._policy.name) for layer in moves}
         except ValueError as error:
             refusal = error
-        kinds = {layer: [(tuple(one.shape), one.dtype) for one in of_layer] for layer, of_layer in tensors.items()}
+        # Of a row: ranks may have different numbers of slots.
+        kinds = {layer: [(tuple(one.shape[1:]), one.dtype) for one in of_layer] for layer, of_layer in tensors.items()}
         try:
             # Even where nothing moves here: the others would wait for this rank, if its policy were another.
             self._agreement.agree_on_moves(line, (moves, kinds), self._registered.device, refused=refusal is not None)
