@@ -4,7 +4,6 @@ weights and optimizer state where the policy has them, and at home."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,7 @@ def move_hot_spot(model: nn.Module) -> Callable[[int], None]:
     def reroute(router: nn.Module, args: Any, routing: Routing) -> Routing:
         hot_K = torch.tensor([2 * now[0] % EXPERTS, (2 * now[0] + 1) % EXPERTS])
         is_hot_T1 = routing.topk_ids_TK.sum(1, keepdim=True) % 3 > 0
-        return replace(routing, topk_ids_TK=torch.where(is_hot_T1, hot_K, routing.topk_ids_TK))
+        return routing._replace(topk_ids_TK=torch.where(is_hot_T1, hot_K, routing.topk_ids_TK))
 
     for layer in model.modules():
         if isinstance(layer, lrmoe.MoE):
