@@ -193,6 +193,9 @@ def resumed(
     model = tiny.build("qwen3_moe", seed=5)
     if weights_of is not None:
         model = type(model).from_pretrained(weights_of).train()
+        for weight in model.parameters():
+            # Out of the file's memory, where products may round in another way.
+            weight.data = weight.data.clone()
     trainer = trainer_of(model, folder, kind=kind)
     trainer.add_callback(RecalibrationCallback(lrmoe.attach(model, CONFIG)))
     trainer.train(resume_from_checkpoint=checkpoint if isinstance(checkpoint, bool) else str(checkpoint))
