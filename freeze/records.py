@@ -1,0 +1,91 @@
+"""A record is a tree of dicts, lists, plain values and tensors; a part is a folder of them, one file a case."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def write(folder: Path, case: str, make: Callable[[], Any]) -> None:
+    """Makes the record of a case, unless the folder has it, and puts it there whole."""
+    path = folder / f"{case}.pt"
+    if path.exists():
+        return
+    print(f"{folder.name}: {case}", flush=True)
+    record = make()
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(record, path.with_suffix(".part"))
+    os.replace(path.with_suffix(".part"), path)
+
+
+def compare(before: Path, after: Path, *, show: int) -> int:
+    """Prints what differs between two parts; 0 where nothing does."""
+    cases = [{path.stem for path in folder.glob("*.pt")} for folder in (before, after)]
+    if not cases[0]:
+        print(f"{before}: holds no records")
+        return 1
+    lacking = [
+        f"{case}: only in {folder}"
+        for folder, own, other in ((before, *cases), (after, *cases[::-1]))
+        for case in sorted(own - other)
+    ]
+    print(*lacking, sep="\n", end="\n" if lacking else "")
+    different = 0
+    for case in sorted(cases[0] & cases[1]):
+        records = (torch.load(folder / f"{case}.pt", weights_only=False) for folder in (before, after))
+        found = list(differences(*records))
+        different += bool(found)
+        for line in found[:show]:
+            print(f"{before.name}/{case}: {line}")
+        if len(found) > show:
+            print(f"{before.name}/{case}: and {len(found) - show} more")
+    equal = len(cases[0] & cases[1]) - different
+    print(f"{before.name}: {equal} cases equal, {different} different, {len(lacking)} lacking")
+    return int(bool(different or lacking))
+
+
+def differences(before: Any, after: Any, at: str = "") -> Iterator[str]:
+    """Where two trees differ, with both values."""
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        yield from _tensors(before, after, at)
+    elif isinstance(before, dict) and isinstance(after, dict):
+        for key in [*before, *(key for key in after if key not in before)]:
+            place = f"{at}/{key}"
+            if key not in after:
+                yield f"{place}: gone, was {_short(before[key])}"
+            elif key not in before:
+                yield f"{place}: new, {_short(after[key])}"
+            else:
+                yield from differences(before[key], after[key], place)
+    elif isinstance(before, list | tuple) and isinstance(after, list | tuple):
+        if len(before) != len(after):
+            yield f"{at}: {len(before)} entries, now {len(after)}"
+        for number, pair in enumerate(zip(before, after, strict=False)):
+            yield from differences(*pair, f"{at}[{number}]")
+    elif not _same(before, after):
+        yield f"{at}: {_short(before)}, now {_short(after)}"
+
+
+def _tensors(before: Tensor, after: Tensor, at: str) -> Iterator[str]:
+    if before.shape != after.shape or before.dtype != after.dtype:
+        yield f"{at}: {tuple(before.shape)} {before.dtype}, now {tuple(after.shape)} {after.dtype}"
+    elif not torch.equal(before.nan_to_num(), after.nan_to_num()) or not torch.equal(before.isnan(), after.isnan()):
+        was, now = before.double().nan_to_num(), after.double().nan_to_num()
+        off = (was - now).abs().max() / was.abs().max().clamp_min(1e-300)
+        yield f"{at}: {int((was != now).sum())} of {was.numel()} elements differ, by {float(off):.1e} of the largest"
+
+
+def _same(before: Any, after: Any) -> bool:
+    both_nan = isinstance(before, float) and isinstance(after, float) and math.isnan(before) and math.isnan(after)
+    return both_nan or (type(before) is type(after) and bool(before == after))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 160 else text[:157] + "..."
