@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 import lrmoe
@@ -34,7 +34,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "fastermoe": {"dim": D, "ratio": 2.0, "flops": 1e12, "bandwidth": 1e12},
     "eplb": {"slots": 3},
 }
-CASES = [
+CASES: list[dict[str, Any]] = [
     *({"policy": p, "storage": s, "drop": d} for p in POLICIES for s in ("policy", "home") for d in (0.0, 0.3)),
     *({"policy": p, "selector": s, "save": v, "router_grad": r, "drop": 0.3} for p in ("fixed", "ultraep", "lrmoe")
       for s in ("topq", "pps") for v in ("preactivation", "input") for r in ("exact", "sum_rule", "kept")),
@@ -53,7 +53,7 @@ def save(folder: Path) -> None:
             with socket.socket() as free:
                 free.bind(("localhost", 0))
                 port = free.getsockname()[1]
-            mp.spawn(_rank, args=(ranks, port, mine, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+            spawn(_rank, args=(ranks, port, mine, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
 
 
 def _name(ranks: int, case: dict[str, Any]) -> str:

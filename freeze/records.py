@@ -26,18 +26,15 @@ def write(folder: Path, case: str, make: Callable[[], Any]) -> None:
 
 def compare(before: Path, after: Path, *, show: int) -> int:
     """Prints what differs between two parts; 0 where nothing does."""
-    cases = [{path.stem for path in folder.glob("*.pt")} for folder in (before, after)]
-    if not cases[0]:
+    was, now = ({path.stem for path in folder.glob("*.pt")} for folder in (before, after))
+    if not was:
         print(f"{before}: holds no records")
         return 1
-    lacking = [
-        f"{case}: only in {folder}"
-        for folder, own, other in ((before, *cases), (after, *cases[::-1]))
-        for case in sorted(own - other)
-    ]
+    lacking = [f"{case}: only in {before}" for case in sorted(was - now)]
+    lacking += [f"{case}: only in {after}" for case in sorted(now - was)]
     print(*lacking, sep="\n", end="\n" if lacking else "")
     different = 0
-    for case in sorted(cases[0] & cases[1]):
+    for case in sorted(was & now):
         records = (torch.load(folder / f"{case}.pt", weights_only=False) for folder in (before, after))
         found = list(differences(*records))
         different += bool(found)
@@ -45,7 +42,7 @@ def compare(before: Path, after: Path, *, show: int) -> int:
             print(f"{before.name}/{case}: {line}")
         if len(found) > show:
             print(f"{before.name}/{case}: and {len(found) - show} more")
-    equal = len(cases[0] & cases[1]) - different
+    equal = len(was & now) - different
     print(f"{before.name}: {equal} cases equal, {different} different, {len(lacking)} lacking")
     return int(bool(different or lacking))
 
