@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
 import rounding
 import torch
 
 from lrmoe.experts import operator
 from lrmoe.recalibration.quota import level
+
+# The same examples each time, so that what passed here passes there; `--hypothesis-profile=default` looks for others.
+hypothesis.settings.register_profile("repeatable", derandomize=True)
+hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -84,7 +84,9 @@ def test_l8_the_experts_that_a_model_is_switched_to_run(how: str, other: str) ->
         found = tiny.gradients(model, tiny.batch())
     assert calls == []
     assert torch.equal(found[0], expected[0])
-    assert all(torch.equal(gradient, expected[1][name]) for name, gradient in found[1].items())
+    for name, gradient in found[1].items():
+        # Not bit for bit: what Transformers gathers is added up in another order by several threads.
+        torch.testing.assert_close(gradient, expected[1][name], rtol=1e-4, atol=1e-6)
     (message,) = [str(warning.message) for warning in said]
     assert 'set_experts_implementation("lrmoe") takes the recalibration up again; detach()' in message
     # Once.
