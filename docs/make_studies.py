@@ -1,6 +1,6 @@
-"""Writes docs/results/studies.md from the records of ``lrmoe study``.
+"""Writes docs/results/studies.md from the records of ``lrmoe study`` and of the paper's studies.
 
-Each file in docs/results/studies is a ``summary.json`` of ``lrmoe study``. The page has their tables and the sentences
+Each file in docs/results/studies is a ``summary.json`` of a study. The page has their tables and the sentences
 that the studies themselves drew from them, and nothing else.
 
     python docs/make_studies.py
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lrmoe import strict_json
+from lrmoe import moved, strict_json
 from lrmoe.report.study_page import study_of
 from lrmoe.studies.results import StudyResult, markdown
 from lrmoe.studies.study_config import NAMES
@@ -20,13 +20,16 @@ HEAD = """# Studies
 
 Made by `python docs/make_studies.py` from the records in [studies/](studies), which `lrmoe study` wrote. Nothing is
 typed in by hand. How to read the tables, and how to run the studies on your own model: [studies.md](../studies.md).
-What follows for training: [when-to-use.md](../when-to-use.md).
+What follows for training: [when-to-use.md](../when-to-use.md). Commands are those that ran: what was
+`lrmoe study recipes`, `anatomy` and `time_to_loss` then is `python -m paper recipes` and so on now
+([the paper's studies](../../paper/README.md)).
 """
+ORDER = (*NAMES, *moved.STUDIES)
 
 
 def page() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *(_section(read(name), name) for name in NAMES if file(name).exists())])
+    return "\n".join([HEAD, *(_section(read(name), name) for name in ORDER if file(name).exists())])
 
 
 def file(name: str) -> Path:

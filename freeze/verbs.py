@@ -18,6 +18,7 @@ import numpy as np
 
 from freeze import records
 
+ROOT = Path(__file__).parents[1]
 TRAIN = "--model qwen3-moe-nano --text text --batch 2 --seq 32 --eval-sequences 4"
 RUN = f"train {TRAIN} --steps 6 --log-every 3 --eval-every 3 --save-every 3 --report-to none"
 SMALL = "--text text --steps 20 --batch 2 --seq 32 --memorize-bytes 256"
@@ -34,13 +35,14 @@ VERBS = {
     "plan": "plan --out plan",
     "plan_trace": "plan --trace train_ranks --quota level --recompute --steps 4 --budget-gib 1 --out plan_trace",
     "plan_short": "plan --budget-gib 40 --skew 3 --draws 2 --max-drop 0.3 --out plan_short",
-    "pressure": "pressure --draws 2 --pressures 1,4,12,20,30 --out pressure",
+    "pressure": "paper pressure --draws 2 --pressures 1,4,12,20,30 --out pressure",
     "balance": "balance --skew 2 --out balance",
     "balance_shape": "balance --shape hot_rank --drop 0.3 --slots 2 --capacity 600 --out balance_shape",
     "balance_workload": "balance --workload rotating --steps 12 --out balance_workload",
     "balance_trace": "balance --trace train_ranks --out balance_trace",
     "doctor": "doctor --model qwen3-moe-nano --device cpu",
     "index": "report .",
+    "paper_index": "paper report .",
     "bad_value": "train --drop 20 --out never",
     "bad_name": "study nope --out never",
     "bad_folder": "report nowhere",
@@ -52,12 +54,14 @@ STUDIES = {
     "error_budget": "--seeds 0",
     "schedule": "--seeds 0",
     "remainder": "--seeds 0,1",
+}
+PAPER = {
     "recipes": "--seeds 0",
     "scale": "--seeds 0",
     "anatomy": "--seeds 0 --regimes scratch --set probe_steps=2,20 --set batches=2",
 }
 TIME_TO_LOSS = (
-    "study time_to_loss --out study_time_to_loss --text text --steps 8 --set eval_every=4 --set lr_warmup_steps=2"
+    "paper time_to_loss --out study_time_to_loss --text text --steps 8 --set eval_every=4 --set lr_warmup_steps=2"
 )
 # Of a record: what another run may have otherwise, first of those that measure nothing (their times are modelled).
 VOLATILE = re.compile(r"date|machine|version|created|torch$|python|planning_(ms|seconds)")
@@ -74,23 +78,26 @@ def save_verbs(folder: Path) -> None:
 
 def save_studies(folder: Path) -> None:
     scratch = folder.parent / "scratch"
-    for case, options in STUDIES.items():
-        command = f"study {case} --out study_{case} --cells cells {SMALL} {options}"
+    for case, options in (STUDIES | PAPER).items():
+        command = f"{'study' if case in STUDIES else 'paper'} {case} --out study_{case} --cells cells {SMALL} {options}"
         records.write(folder, case, lambda c=command: _carried_out(c, scratch))  # type: ignore[misc]
     records.write(folder, "time_to_loss", lambda: _carried_out(TIME_TO_LOSS, scratch))
 
 
 def _carried_out(command: str, scratch: Path) -> dict[str, Any]:
-    """Runs ``lrmoe`` in a folder of its own beside the records, and reads all that it left."""
+    """Runs ``lrmoe``, or ``python -m paper`` where that is the first word, in a folder of its own beside the records,
+    and reads all that it left."""
     scratch.mkdir(parents=True, exist_ok=True)
     _make_text(scratch / "text")
     words = command.split()
+    module = words.pop(0) if words[0] == "paper" else "lrmoe.cli"
     out = scratch / (words[words.index("--out") + 1] if "--out" in words else words[1] if words[0] == "report" else "-")
     if "--out" in words:
         shutil.rmtree(out, ignore_errors=True)
     run = subprocess.run(
-        [sys.executable, "-m", "lrmoe.cli", *words], cwd=scratch, capture_output=True, text=True, check=False,
-        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", module, *words], cwd=scratch, capture_output=True, text=True, check=False,
+        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1",
+             "PYTHONPATH": os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])},
     )  # fmt: skip
     settled = Settled(*((VOLATILE, STAMPS) if words[0] in ON_PAPER else (MEASURED, TIMES)))
     files = {}

@@ -65,7 +65,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"lrmoe {lrmoe.__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["train", "compare", "report", "balance", "plan", "pressure", "doctor"])
+@pytest.mark.parametrize("verb", ["train", "compare", "report", "balance", "plan", "doctor"])
 def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(verb, "--help") == 0
     assert "usage: lrmoe" in capsys.readouterr().out
@@ -110,6 +110,10 @@ def test_train_takes_every_setting_and_names_the_presets(capsys: pytest.CaptureF
         (["report", "{out}"], "not a folder"),
         (["doctor", "--model", "nothing"], "--model nothing is neither a preset"),
         (["no-such-verb"], "no-such-verb"),
+        (["pressure"], "lrmoe pressure left the package .*: give python -m paper pressure, .* in a clone of LRMoE$"),
+        (["pressure", "--help"], "give python -m paper pressure"),
+        (["study", "anatomy"], "lrmoe study anatomy left the package .*: give python -m paper anatomy, "),
+        (["study", "--out", "{out}", "time_to_loss", "--set", "ranks=2"], "give python -m paper time_to_loss, "),
         ([], "COMMAND"),
     ],
 )

@@ -12,16 +12,53 @@ import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from io import TextIOWrapper
-from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import lrmoe
-from lrmoe.commands import balance, compare, doctor, plan, pressure, report, study, train
+from lrmoe import moved
+from lrmoe.commands import balance, compare, doctor, plan, report, study, train
 from lrmoe.commands.run_options import EXTRA
 from lrmoe.commands.spelling import as_options
 
-_VERBS: Mapping[str, tuple[ModuleType, str]] = {
+
+class Verb(Protocol):
+    """A module of :mod:`lrmoe.commands`, or whatever else has its functions. ``ALIASES``, if it has them, are settings
+    that have another one's option."""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None:
+        """Its options."""
+
+    def run(self, given: dict[str, Any]) -> int:
+        """Carries it out, and returns the exit code. ``given`` is what was typed, by setting."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A command line.
+
+    Attributes:
+        name: what is typed before the verb.
+        description: of the help.
+        verbs: by name, each with a line of help.
+        go_on: by verb, how one that was interrupted is continued.
+        moved: by a verb that was here once, a sentence on where it is now.
+    """
+
+    name: str
+    description: str
+    verbs: Mapping[str, tuple[Verb, str]]
+    go_on: Mapping[str, str]
+    moved: Mapping[str, str]
+
+    def command(self, verb: str) -> str:
+        """What is typed; without a verb the program's name."""
+        return f"{self.name} {verb}".rstrip()
+
+
+SAME_AGAIN = "; give the same command again to continue"
+_VERBS: Mapping[str, tuple[Verb, str]] = {
     "train": (train, "Train a model and write a run folder."),
     "compare": (compare, "Train variants from the same weights on the same data, and compare them."),
     "report": (report, "Write report.html again from the records of a run folder, or an index of a folder of them."),
@@ -30,21 +67,19 @@ _VERBS: Mapping[str, tuple[ModuleType, str]] = {
         plan,
         "Say what of a model fits on a cluster, under which policy, slots, drop and save mode, and how fast.",
     ),
-    "pressure": (
-        pressure,
-        "Grow the batch under a hard memory budget, and see what completes under each policy.",
-    ),
     "study": (
         study,
         "Ask whether the loss holds: which pairs, how many, when; for the models here or for one of yours.",
     ),
     "doctor": (doctor, "Check the installation, and that a model's experts learn under recalibration."),
 }
-_CONTINUE = {
-    "train": "; continue with --resume",
-    "compare": "; continue with --resume",
-    "study": "; give the same command again to continue",
-}
+LRMOE = Program(
+    name="lrmoe",
+    description="Train mixture-of-experts models with a recalibrated backward.",
+    verbs=_VERBS,
+    go_on={"train": "; continue with --resume", "compare": "; continue with --resume", "study": SAME_AGAIN},
+    moved={verb: moved.where(f"lrmoe {verb}", verb) for verb in moved.VERBS},
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -54,8 +89,13 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code."""
+def main(argv: Sequence[str] | None = None, program: Program = LRMOE) -> int:
+    """Runs the command line and returns the exit code.
+
+    Args:
+        argv: what was typed; default: what this process was started with.
+        program: whose command line.
+    """
     for stream in (sys.stdout, sys.stderr):
         # A name or a sign that the terminal cannot show must not end a run that has done its work.
         if isinstance(stream, TextIOWrapper):
@@ -64,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy", category=UserWarning)
     try:
         try:
-            return _main(argv)
+            return _main(sys.argv[1:] if argv is None else argv, program)
         finally:
             # Here it can be told that nobody reads any more; at the interpreter's end it would be an error.
             if sys.stdout is not None:
@@ -74,53 +114,52 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
-def _main(argv: Sequence[str] | None) -> int:
-    parser, by_verb = parsers()
+def _main(argv: Sequence[str], program: Program) -> int:
+    if argv and argv[0] in program.moved:
+        return _fail(program.name, program.moved[argv[0]])
+    parser, by_verb = parsers(program)
     verb, options = "", {}
     try:
         given = vars(parser.parse_args(argv))
         verb = given.pop("verb")
-        module = _VERBS[verb][0]
+        module = program.verbs[verb][0]
         options = _options(by_verb[verb], given, getattr(module, "ALIASES", {}))
-        code: int = module.run(given)
-        return code
+        return module.run(given)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRA:
             raise
-        return _fail(verb, f'this command needs {error.name}: in a clone of LRMoE, pip install -e ".[train]"')
+        return _fail(
+            program.command(verb), f'this command needs {error.name}: in a clone of LRMoE, pip install -e ".[train]"'
+        )
     except BrokenPipeError:
         raise
     except (ValueError, OSError) as error:
-        return _fail(verb, as_options(str(error), options))
+        return _fail(program.command(verb), as_options(str(error), options))
     except RuntimeError as error:
         from lrmoe.training.launch import in_a_line
 
         if (message := in_a_line(error)) is None:
             raise
-        _fail(verb, message)
+        _fail(program.command(verb), message)
         return 1
     except KeyboardInterrupt:
-        print(f"{_name(verb)}: interrupted{_CONTINUE.get(verb, '')}", file=sys.stderr)
+        print(f"{program.command(verb)}: interrupted{program.go_on.get(verb, '')}", file=sys.stderr)
         return 130
 
 
-def _name(verb: str) -> str:
-    return f"lrmoe {verb}".rstrip()
-
-
-def _fail(verb: str, message: str) -> int:
+def _fail(command: str, message: str) -> int:
     # One line whatever a name or a library's message holds.
-    print(f"{_name(verb)}: error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{command}: error: {' '.join(message.split())}", file=sys.stderr)
     return 2
 
 
-def parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def parsers(program: Program = LRMOE) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """That of the command, and those of its verbs."""
-    parser = _Parser(prog="lrmoe", description="Train mixture-of-experts models with a recalibrated backward.")
+    parser = _Parser(prog=program.name, description=program.description)
     parser.add_argument("--version", action="version", version=f"lrmoe {lrmoe.__version__}")
     verbs = parser.add_subparsers(title="commands", dest="verb", required=True, metavar="COMMAND")
     by_verb: dict[str, argparse.ArgumentParser] = {}
-    for name, (module, text) in _VERBS.items():
+    for name, (module, text) in program.verbs.items():
         by_verb[name] = verbs.add_parser(name, help=text, description=text, argument_default=argparse.SUPPRESS)
         module.add_options(by_verb[name])
     return parser, by_verb

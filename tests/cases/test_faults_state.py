@@ -455,7 +455,7 @@ def test_s7_files_of_a_run_folder_hold_no_bare_nan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bare", [True, False])
 def test_s7_a_run_page_is_written_from_records_with_nan(tmp_path: Path, bare: bool) -> None:
-    page = pytest.importorskip("lrmoe.report.page")
+    report = pytest.importorskip("lrmoe.report")
     layer = {"name": "", "kept_share": 0.5, "variance_share": math.nan, "load_max_over_mean": 1.0, "load": [2, 2]}
     lines = [
         {"step": step, "loss": 1.0, "kept_share": 0.5, "variance_share": math.nan if step == 2 else 0.25, "drop": 0.5}
@@ -465,7 +465,7 @@ def test_s7_a_run_page_is_written_from_records_with_nan(tmp_path: Path, bare: bo
     dumps = json.dumps if bare else strict_json.dumps
     (tmp_path / "metrics.jsonl").write_text("".join(dumps(line) + "\n" for line in lines))
     (tmp_path / "config.json").write_text(dumps({"command": "train", "limit": math.inf, "train": {}}))
-    told = page.write_report(tmp_path).read_text()
+    told = report.write_report(tmp_path).read_text()
     assert "3 backward passes of layers were not finite" in told
     for script in re.findall(r'<script type="application/json"[^>]*>(.*?)</script>', told, re.DOTALL):
         strictly(script)

@@ -1,4 +1,4 @@
-"""Small folders of ``lrmoe plan`` and ``lrmoe pressure``: a model of 16 experts on a machine of round numbers."""
+"""Small folders of what is planned on paper: a model of 16 experts on a machine of round numbers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 from lrmoe.studies.plan_config import PlanConfig
 from lrmoe.studies.plan_run import plan
-from lrmoe.studies.pressure_config import PressureConfig
-from lrmoe.studies.pressure_run import pressure
 
 
 def small_model(folder: Path, *, experts: int = 16, name: str = "small") -> str:
@@ -52,11 +50,4 @@ def planned(folder: Path, **options: Any) -> Path:
     """What ``lrmoe plan`` writes."""
     settings = {"ep": 4, "seq": 256, "microbatch": 2, "floor": 1, **options}
     plan(PlanConfig(model=small_model(folder), hardware=small_machine(folder), **settings), folder / "out")
-    return folder / "out"
-
-
-def pressed(folder: Path, **options: Any) -> Path:
-    """What ``lrmoe pressure`` writes."""
-    settings = {"ep": 4, "seq": 256, "draws": 1, "floor": 1, "budget_gib": 0.008, "pressures": "1,2,4,8,16", **options}
-    pressure(PressureConfig(model=small_model(folder), hardware=small_machine(folder), **settings), folder / "out")
     return folder / "out"

@@ -19,7 +19,9 @@ from lrmoe.report import write_report
 from lrmoe.report.index_charts import group
 from lrmoe.report.index_entries import read_entries
 from lrmoe.report.index_page import link_to, printable
+from lrmoe.report.kinds import KINDS
 
+FILLS = {command: kind.fill for command, kind in KINDS.items()}
 HOSTILE = "a'b\"c <script>alert(1)<%2F> 50% #1 ü\n&amp;"
 
 
@@ -99,7 +101,7 @@ def test_every_run_is_a_row_with_the_numbers_of_its_records(root: Path) -> None:
 
 
 def test_what_belongs_to_a_run_or_is_none_is_not_listed(root: Path) -> None:
-    entries, deeper = read_entries(root)
+    entries, deeper = read_entries(root, FILLS)
     names = [entry.name for entry in entries]
     assert names == sorted(set(names))
     assert deeper
@@ -136,7 +138,7 @@ def test_a_broken_folder_is_told_with_its_problem_and_breaks_nothing(root: Path)
 
 
 def test_only_what_is_alike_is_drawn_together(root: Path) -> None:
-    entries, _ = read_entries(root)
+    entries, _ = read_entries(root, FILLS)
     groups = group(entries)
     assert [sorted(entry.name for entry in one.entries) for one in groups] == [
         ["deep/er/compared", "exact", f"group/{HOSTILE}"],
@@ -299,7 +301,7 @@ def test_studies_and_plans_under_way_are_told(tmp_path: Path) -> None:
     write(tmp_path / "plan", {"command": "plan"}, [], plan)
     (tmp_path / "plan" / "report.html").write_text("as it was")
     page = write_report(tmp_path).read_text(encoding="utf-8")
-    assert "Let study finish, or give the same lrmoe study command again" in words(page)
+    assert "Let study finish, or give the same command again" in words(page)
     assert "unfinished" in row_of(page, "study")
     assert "plan finished m fixed" in row_of(page, "plan")
     assert "Leave it off." in row_of(page, "plan")

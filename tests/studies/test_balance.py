@@ -1,8 +1,6 @@
-"""What policies make of loads: the records, the argument of the method, and from where on replicas pay."""
+"""What policies make of loads: the records, and from where on replicas pay."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,11 +9,9 @@ from lrmoe.balance import get
 from lrmoe.cluster import Hardware
 from lrmoe.studies.balance import contenders, measure
 from lrmoe.studies.expert import Expert
-from lrmoe.studies.loads import read_loads, skewed_loads
+from lrmoe.studies.loads import skewed_loads
 from lrmoe.studies.price import FASTER, TOKENS, Contender, Price, advice, break_even
-from lrmoe.studies.skew import HEADINGS, argue, cells
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
 M1 = torch.tensor([[100, 25, 25, 25, 12, 12, 25, 25], [100, 25, 25, 25, 13, 13, 25, 25]] * 2)
 
 
@@ -54,42 +50,6 @@ def test_replica_traffic() -> None:
     assert expert.row_seconds == pytest.approx(6 * 32 / 1e6)
     with pytest.raises(ValueError, match="bandwidth=0 must be a finite number above 0"):
         Expert(bandwidth=0)
-
-
-def synthetic() -> list[tuple[str, torch.Tensor]]:
-    return [(f"synthetic, {skew}", skewed_loads(skew)) for skew in (1.5, 2.0, 2.5, 3.0, 4.0)]
-
-
-def recorded() -> list[tuple[str, torch.Tensor]]:
-    return [(f"router {n}", lam_GE) for n, lam_GE in enumerate(read_loads(RESULTS / "router_loads.json", None))]
-
-
-@pytest.mark.parametrize("slots", [1, 2])
-def test_the_argument(slots: int) -> None:
-    for label, lam_GE in synthetic() + recorded():
-        record = argue(label, lam_GE, slots=slots)
-        assert len(cells(record)) == len(HEADINGS)
-        # Below the mean load no exact plan fits, and says so; LRMoE fits.
-        below = by_policy(record["below_mean"]["policies"])
-        for name in ("fixed", "ultraep", "lrmoe, no drop"):
-            assert not below[name]["fits"], label
-            assert "does not fit" in str(below[name]["reason"])
-        assert below["lrmoe"]["fits"], label
-        kept, rows = float(str(below["lrmoe"]["kept_rows"])), int(lam_GE.sum())
-        # The busiest rank keeps at most 0.9 of the mean of all rows.
-        assert float(str(below["lrmoe"]["backward"])) * kept / rows <= 0.9
-        # Where UltraEP fits, LRMoE without a drop is not worse, and with one needs less.
-        level = by_policy(record["at_ultraep"]["policies"])
-
-        def cost(name: str) -> tuple[int, int]:
-            return int(str(level[name]["replicas"])), int(str(level[name]["moved_rows"]))  # noqa: B023
-
-        assert cost("lrmoe, no drop") <= cost("ultraep"), label
-        assert cost("lrmoe")[0] < cost("ultraep")[0], label
-        assert cost("lrmoe, level")[0] <= cost("ultraep")[0], label
-        for name in ("lrmoe", "lrmoe, level"):
-            assert cost(name)[1] < cost("ultraep")[1], label
-            assert level[name]["extra_dropped"] == 0
 
 
 def simple(**changed: float) -> Hardware:

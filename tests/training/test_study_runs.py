@@ -4,46 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from study_rows import made_up
 
 from lrmoe import cli
-from lrmoe.studies import ablation, error_budget, recipes, remainder, router_gradient, scale, schedules
+from lrmoe.studies import ablation, error_budget, remainder, router_gradient, schedules
 from lrmoe.studies.catalog import CATALOG
-from lrmoe.studies.grid import BASELINE, Rows, add_verdict, gap, rate_figure, verdict
+from lrmoe.studies.grid import BASELINE, Rows, gap, rate_figure, verdict
 from lrmoe.studies.regimes import regime
 from lrmoe.studies.results import Column, Table, markdown, show
 from lrmoe.studies.study_config import NAMES, REGIMES, StudyConfig
 from lrmoe.studies.study_run import STUDIES, command
 from lrmoe.training.config import TrainConfig
-
-
-def made_up(differences: Mapping[str, list[float]], base: list[float]) -> Rows:
-    """Rows as a comparison gives them, with the given paired differences."""
-    rows: Rows = []
-    for name, each in {BASELINE: [0.0] * len(base), **differences}.items():
-        losses = [b + d for b, d in zip(base, each, strict=True)]
-        rows.append(
-            {
-                "variant": name,
-                "eval_loss": sum(losses) / len(losses),
-                "eval_loss_difference": sum(each) / len(each),
-                "eval_loss_differences": each,
-                "eval_loss_spread": max(losses) - min(losses) if len(losses) > 1 else None,
-                "kept_share": 1.0 if name == BASELINE else 0.8,
-                "variance_share": 0.1,
-                "selector": "topq" if "topq" in name else "random" if "random" in name else "pps",
-                "metric": "lrm",
-                "error_budget": None,
-                "guard_variance": None,
-                "drop": 0.0 if name == BASELINE else 0.2,
-                "warmup_steps": 90,
-            }
-        )
-    return [add_verdict(row, rows[0], "eval_loss") for row in rows]
 
 
 def test_a_difference_is_held_against_the_range_of_the_seeds() -> None:
@@ -81,7 +57,7 @@ def test_every_study_compares_with_no_drop_and_a_random_choice() -> None:
                 recalibration = cell.config.recalibration
                 assert (recalibration.guard_variance is None) != name.endswith("guard")
                 assert recalibration.guard_tail is None
-    for name in ("ablation", "quota", "schedule", "recipes", "scale", "remainder"):
+    for name in ("ablation", "quota", "schedule", "remainder"):
         for comparison in STUDIES[name].first(config):
             assert any(v.settings.get("selector") == "random" for v in comparison.variants)
 
@@ -166,28 +142,6 @@ def test_a_schedule_is_not_praised_for_what_is_none_nor_beside_a_run_that_diverg
     said, advice = schedules.conclude({"scratch": made_up(names, [2.0, 2.1])})
     assert "from the start no finite loss" in said[1]
     assert not any("no schedule does better" in sentence for sentence in advice)
-    table = made_up({"C20 pps": [0.3, 0.3], "C20 random": [math.nan, 0.1], "C20 topq": [0.2, 0.2]}, [2.0, 2.1])
-    other = made_up({"C20 pps": [0.1, 0.1], "C20 random": [0.2, 0.2], "C20 topq": [0.5, 0.5]}, [2.0, 2.1])
-    said, advice = recipes.conclude({recipes.PLAIN: table, "bf16": other})
-    assert "C20 random no finite loss" in said[0]
-    assert "C20 random is “worse”, with float32 “diverged”" in advice[0]
-
-
-def test_a_recipe_that_turns_two_variants_round_is_named() -> None:
-    plain = made_up({"C20 pps": [0.0, 0.0], "C20 random": [0.1, 0.1], "C20 topq": [0.5, 0.5]}, [2.0, 2.2])
-    other = made_up({"C20 pps": [0.2, 0.2], "C20 random": [0.1, 0.1], "C20 topq": [0.5, 0.5]}, [2.0, 2.2])
-    noisy = made_up({"C20 pps": [0.0, 0.2], "C20 random": [0.1, 0.0], "C20 topq": [0.5, 0.5]}, [2.0, 2.2])
-    tables = {recipes.PLAIN: plain, "bf16": other, "checkpointing": plain, "accumulation": noisy}
-    said, advice = recipes.conclude(tables)
-    assert "can be used with checkpointing, accumulation: " in advice[0]
-    assert advice[1].startswith("bf16 differs: C20 pps ends +0.1000 ± 0.0000 from C20 random, with float32 -0.1000")
-    assert any("to the last digit" in sentence for sentence in said)
-    worse = made_up({"C20 pps": [0.3, 0.3], "C20 random": [0.4, 0.4], "C20 topq": [0.5, 0.5]}, [2.0, 2.2])
-    _, advice = recipes.conclude({recipes.PLAIN: plain, "bf16": worse})
-    assert advice == [
-        "bf16 differs: C20 pps is “worse”, with float32 “within the spread”; "
-        "C20 random is “worse”, with float32 “within the spread”."
-    ]
 
 
 def test_the_smallest_change_that_cannot_matter_says_what_is_not_to_be_read() -> None:
@@ -211,22 +165,6 @@ def test_a_row_of_means_is_held_against_the_same_without_it() -> None:
     (comparison,) = remainder.comparisons(StudyConfig())
     settings = comparison.variants[-2].settings
     assert (settings["remainder"], settings["router_grad"], settings["quota"]) == ("mean", "exact", "pooled")
-
-
-def test_a_size_that_changes_what_a_drop_costs_is_named() -> None:
-    config = StudyConfig(steps=100)
-    by_name = {comparison.name: comparison.cells((0,)) for comparison in scale.comparisons(config)}
-    base, batch, steps = (by_name[name]["C20 pps"][0].config for name in (scale.BASE, "batch", "steps"))
-    assert (batch.batch, steps.steps) == (2 * base.batch, 2 * base.steps)
-    assert steps.recalibration.warmup_steps == 2 * base.recalibration.warmup_steps
-    names = {"C20 pps": [0.0, 0.02, 0.01], "C50 pps": [0.1, 0.12, 0.11], "C50 random": [0.3, 0.32, 0.31]}
-    base_losses = [2.0, 2.1, 2.05]
-    plain, cheap = made_up(names, base_losses), made_up({**names, "C50 pps": [0.01, 0.03, 0.02]}, base_losses)
-    said, advice = scale.conclude({scale.BASE: plain, "batch": cheap, "steps": plain})
-    assert len(said) == 3
-    assert advice == ["C50 pps costs less with twice the batch: +0.0200 ± 0.0058 against +0.1100 ± 0.0058."]
-    _, advice = scale.conclude({scale.BASE: plain, "batch": plain, "steps": plain})
-    assert advice == ["No size here makes a drop cost more or less than its error lets one tell."]
 
 
 def test_the_figure_has_a_point_a_rate_and_the_seed_spread_as_its_band() -> None:
@@ -295,28 +233,22 @@ def test_the_command_of_a_study_is_what_makes_it() -> None:
     for part in ("lrmoe study quota", "--steps 90", "--seeds 4,5", "--text 'a b'"):
         assert part in text
     assert "--lr" not in text
-    assert "--set ranks=4" in command("time_to_loss", {"ranks": 4, "seeds": (1,)}, out=Path("o"))
+    assert "--set ranks=4" in command("another", {"ranks": 4, "seeds": (1,)}, out=Path("o"))
+    assert command("another", {}, out=Path("o"), program="python -m paper") == "python -m paper another --out o"
 
 
-def test_settings_that_only_one_study_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_a_study_has_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "s")]
     for wrong, named in (
-        (["time_to_loss", "--set", "ranks=0"], "ranks=0"),
-        (["time_to_loss", "--model", "x"], "--model x is no setting of the study time_to_loss"),
-        (["scale", "--regimes", "fine_tune"], "is no setting of the study scale"),
-        (["recipes", "--regimes", "scratch"], "is no setting of the study recipes"),
-        (["anatomy", "--set", "rates=2"], "rates=2"),
-        (["anatomy", "--set", "speed=2"], "--set 'speed=2' is not FIELD=VALUE"),
+        (["quota", "--model", "x", "--regimes", "moon"], "--regimes moon is not known"),
+        (["quota", "--set", "speed=2"], "--set 'speed=2' is not FIELD=VALUE"),
         (["quota", "--set", "steps"], "--set 'steps' is not FIELD=VALUE"),
+        (["quota", "--text", "nowhere"], "--text nowhere cannot"),
+        (["quota", "--set", "text=5"], "--text 5 cannot be read"),
+        (["quota", "--seeds", "0,-1"], "--seeds -1 must"),
         (["quota", "--jobs", "0"], "--jobs 0"),
         (["quota", "--set", "steps=30", "--steps", "40"], "--set steps=... and --steps say the same"),
         (["quota", "--regimes", ""], "--regimes: '' is not a list of names"),
-        (["anatomy", "--text", "nowhere"], "--text nowhere cannot"),
-        (["anatomy", "--set", "text=5"], "--text 5 cannot be read"),
-        (["anatomy", "--seeds", "0,-1"], "--seeds -1 must"),
-        (["time_to_loss", "--text", "nowhere"], "--text nowhere cannot"),
-        (["time_to_loss", "--set", "drops=many"], "drops='many' must be a number"),
-        (["time_to_loss", "--set", "targets=none"], "targets=None must be a number"),
     ):
         assert cli.main(["study", *wrong, *out]) == 2
         assert named in capsys.readouterr().err

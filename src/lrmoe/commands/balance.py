@@ -22,7 +22,7 @@ ALIASES = {"num_ranks": "ranks", "num_experts": "experts"}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Those of both kinds of loads."""
-    add_out(parser, "balance")
+    add_out(parser, "lrmoe balance")
     shared = {field.name for field in fields(BalanceConfig)}
     add_fields(
         parser,

@@ -53,10 +53,10 @@ def need(*packages: str) -> None:
         importlib.import_module(package)
 
 
-def add_out(parser: argparse.ArgumentParser, verb: str) -> None:
+def add_out(parser: argparse.ArgumentParser, command: str) -> None:
     """``--out`` and ``--overwrite``."""
     parser.add_argument("--out", type=path, metavar="DIR", help="folder to write the records to")
-    parser.add_argument("--overwrite", action="store_true", help=f"delete what lrmoe {verb} wrote to --out before")
+    parser.add_argument("--overwrite", action="store_true", help=f"delete what {command} wrote to --out before")
 
 
 def add_fields(

@@ -16,7 +16,7 @@ ALIASES = {"num_ranks": "ep", "ranks": "ep"}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """All settings."""
-    add_out(parser, "plan")
+    add_out(parser, "lrmoe plan")
     names = {"model": "MODEL", "hardware": "NAME", "trace": "PATH"}
     add_fields(
         parser, fields(PlanConfig), choices={"quota": get_args(Quota), "elementwise": ("plain", "fused")}, names=names

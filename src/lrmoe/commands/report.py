@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from lrmoe.commands.options import need, path
@@ -15,11 +16,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(given: dict[str, Any]) -> int:
-    """The verb."""
-    folder = given["run"]
+def folder_of(given: dict[str, Any]) -> Path:
+    """What was given; ValueError if it is no folder."""
+    folder: Path = given["run"]
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; give what a command wrote with --out, or a folder of such folders")
+    return folder
+
+
+def run(given: dict[str, Any]) -> int:
+    """The verb."""
+    folder = folder_of(given)
     need("plotly")
     from lrmoe.report import write_report
 

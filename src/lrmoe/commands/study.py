@@ -1,12 +1,13 @@
-"""``lrmoe study``: does the loss hold, when, and by which recipe; for the small models here or for one's own."""
+"""``lrmoe study``: does the loss hold, and when; for the small models here or for one's own."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from lrmoe import moved
 from lrmoe.commands.options import add_fields, integers, need, path, words
 from lrmoe.commands.run_options import EXTRA, quiet_libraries, say_fallback
 from lrmoe.config import require_count
@@ -15,10 +16,18 @@ from lrmoe.studies.study_config import NAMES, REGIMES, StudyConfig
 from lrmoe.training.documents import check_text
 from lrmoe.training.presets import check_model
 
+if TYPE_CHECKING:
+    from lrmoe.studies.catalog import Entry
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The study's name and its settings."""
-    parser.add_argument("study", choices=NAMES, metavar="NAME", help=f"which: {', '.join(NAMES)}")
+    parser.add_argument("study", type=_still_here, choices=NAMES, metavar="NAME", help=f"which: {', '.join(NAMES)}")
+    add_settings(parser)
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """The settings of a study."""
     parser.add_argument("--out", type=path, required=True, metavar="DIR", help="folder of this study's results")
     parser.add_argument(
         "--cells", type=path, metavar="DIR", help="folder of the training runs, which studies share (DIR/cells)"
@@ -33,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         dest="more",
         action="append",
         metavar="FIELD=VALUE",
-        help="a setting that only this study has, e.g. ranks=4 of time_to_loss; repeat for more",
+        help="a setting by its name, also one that only this study has; repeat for more",
     )
     plain = [field for field in fields(StudyConfig) if "help" in field.metadata]
     add_fields(parser, plain, choices={}, names={"model": "MODEL", "text": "PATH", "fine_tune_text": "PATH"})
@@ -41,25 +50,54 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(given: dict[str, Any]) -> int:
     """The verb."""
-    name, out = given.pop("study"), given.pop("out")
+    return carry_out(given.pop("study"), given, _catalog)
+
+
+def _still_here(name: str) -> str:
+    """The name; says of a study that left the package where it is."""
+    if name in moved.STUDIES:
+        raise argparse.ArgumentError(None, moved.where(f"lrmoe study {name}", name))
+    return name
+
+
+def _catalog() -> Mapping[str, Entry]:
+    from lrmoe.studies.catalog import CATALOG
+
+    return CATALOG
+
+
+def carry_out(
+    name: str, given: dict[str, Any], catalog: Callable[[], Mapping[str, Entry]], *, is_shared: bool = True
+) -> int:
+    """Carries a study out and shows what it found.
+
+    Args:
+        name: of the study.
+        given: what was typed, of :func:`add_settings`.
+        catalog: imports the studies, by name; called when what is given has been checked as far as that is possible
+            without torch.
+        is_shared: the study has the settings of :class:`StudyConfig`, which are then checked here.
+    """
+    out = given.pop("out")
     store = given.pop("cells", out / "cells")
     jobs = given.pop("jobs", 1)
-    _check(name, jobs, given)
+    _check(jobs, given, is_shared)
     need(*EXTRA)
     quiet_libraries()
-    from lrmoe.studies.catalog import CATALOG, run_named
+    from lrmoe.studies.catalog import run_named
     from lrmoe.studies.results import show
     from lrmoe.terminal import console, print_table, progress_bar
 
-    more = _more(given.pop("more", []), CATALOG[name].settings)
+    studies = catalog()
+    more = _more(given.pop("more", []), studies[name].settings)
     for field in given.keys() & more:
         raise ValueError(f"--set {field}=... and --{field.replace('_', '-')} say the same; give one")
     given |= more
-    console.print(CATALOG[name].question, markup=False)
-    if "model" in given and "model" in CATALOG[name].settings:
+    console.print(studies[name].question, markup=False)
+    if "model" in given and "model" in studies[name].settings:
         say_fallback(given["model"])
     with progress_bar(name) as steps:
-        result = run_named(name, given, out, store=store, jobs=jobs, watch=steps.expect)
+        result = run_named(name, given, out, store=store, jobs=jobs, watch=steps.expect, catalog=studies)
     for table in result.tables:
         headings = [column.label for column in table.columns]
         cells = [[show(row.get(column.key), column.form) for column in table.columns] for row in table.rows]
@@ -73,14 +111,13 @@ def run(given: dict[str, Any]) -> int:
     return 0
 
 
-def _check(name: str, jobs: int, given: Mapping[str, Any]) -> None:
+def _check(jobs: int, given: Mapping[str, Any], is_shared: bool) -> None:
     """Raises ValueError with all that can be told to be wrong before torch is imported."""
     problems = Problems()
     with problems:
         require_count("jobs", jobs, least=1)
     plain = {field.name for field in fields(StudyConfig)}
-    if name != "time_to_loss":
-        # That one has sizes and a model of its own, which are checked with what --set says.
+    if is_shared:
         with problems:
             StudyConfig(**{field: value for field, value in given.items() if field in plain})
         with problems:

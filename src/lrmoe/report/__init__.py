@@ -1,5 +1,5 @@
 """Records of a run turned into a page: ``write_report(run_dir)``. Needs the ``train`` extra (plotly)."""
 
-from lrmoe.report.page import write_report
+from lrmoe.report.kinds import write_report
 
 __all__ = ["write_report"]

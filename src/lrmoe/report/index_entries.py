@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from lrmoe.report.index_entry import Entry
-from lrmoe.report.index_records import fill
+from lrmoe.report.index_records import Fill, check
 from lrmoe.report.run_folder import read_object
 from lrmoe.training.files import OWN_ENTRIES
 
 DEPTH = 3
 """Levels below the folder that are looked into."""
-COMMANDS = ("train", "compare", "balance", "plan", "pressure", "study")
 _RECORDS = ("config.json", "metrics.jsonl", "summary.json")
 # What a run keeps inside its own folder is listed with that run.
 _INSIDE = frozenset(OWN_ENTRIES)
@@ -25,12 +25,16 @@ def is_run_folder(folder: Path) -> bool:
     return any(os.path.exists(folder / name) for name in _RECORDS)
 
 
-def read_entries(root: Path) -> tuple[list[Entry], bool]:
+def read_entries(root: Path, fills: Mapping[str, Fill]) -> tuple[list[Entry], bool]:
     """Every run folder below ``root``, in the order of their names, and whether folders lie deeper than
     :data:`DEPTH` levels and were left out.
 
     A folder that cannot be read is an entry with a problem. A folder that is none of this project's, such as a
     checkpoint, is left out.
+
+    Args:
+        root: the folder.
+        fills: for each command that writes run folders, what reads its records.
     """
     found: list[Entry] = []
     deeper = False
@@ -39,7 +43,7 @@ def read_entries(root: Path) -> tuple[list[Entry], bool]:
     def visit(folder: Path, level: int) -> None:
         nonlocal deeper
         inside = is_run_folder(folder) if level else False
-        if inside and (entry := read_entry(folder, root)) is not None:
+        if inside and (entry := read_entry(folder, root, fills)) is not None:
             found.append(entry)
         try:
             children = sorted(child for child in folder.iterdir() if child.is_dir() and child.name[0] != ".")
@@ -62,7 +66,7 @@ def read_entries(root: Path) -> tuple[list[Entry], bool]:
     return found, deeper
 
 
-def read_entry(folder: Path, root: Path) -> Entry | None:
+def read_entry(folder: Path, root: Path, fills: Mapping[str, Fill]) -> Entry | None:
     """What an index says of a folder; None if no command of this project wrote it."""
     entry = Entry(path=folder, name=_name(folder, root), changed=_changed(folder))
     path = folder / "config.json"
@@ -73,12 +77,13 @@ def read_entry(folder: Path, root: Path) -> Entry | None:
         if "command" not in config and not (folder / "metrics.jsonl").exists():
             return None
         command = config.get("command")
-        if command not in COMMANDS:
-            raise ValueError(f"config.json: command={command!r} is none of {', '.join(COMMANDS)}")
-        entry.command = str(command)
+        if not isinstance(command, str) or command not in fills:
+            raise ValueError(f"config.json: command={command!r} is none of {', '.join(fills)}")
+        entry.command = command
         summary_path = folder / "summary.json"
         summary = read_object(summary_path) if summary_path.exists() else None
-        fill(entry, config, summary)
+        fills[entry.command](entry, config, summary)
+        check(entry)
     except (ValueError, OSError) as error:
         entry.problem = _in_folder(error, folder)
     except (KeyError, TypeError, AttributeError, IndexError, StopIteration, ArithmeticError) as error:

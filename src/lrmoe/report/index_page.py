@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from urllib.parse import quote
@@ -12,6 +12,7 @@ from lrmoe.report.frame import Frame, advice, chart, notices, table, tiles, writ
 from lrmoe.report.index_charts import Group, against_kept, against_time, group, key
 from lrmoe.report.index_entries import DEPTH, read_entries
 from lrmoe.report.index_entry import Entry
+from lrmoe.report.index_records import Fill
 from lrmoe.report.text import DASH, counted, duration, escape, fixed, percent, whole
 from lrmoe.training.files import check_file
 
@@ -20,12 +21,13 @@ MARK = "<!-- lrmoe: index of runs -->"
 MAX_GROUPS = 6
 
 
-def write_index_page(folder: Path, write_run: Callable[[Path], Path]) -> Path:
+def write_index_page(folder: Path, fills: Mapping[str, Fill], write_run: Callable[[Path], Path]) -> Path:
     """Writes ``report.html`` into a folder of runs, and the runs' own pages where they are missing or older than
     their records.
 
     Args:
         folder: holds run folders, at most :data:`DEPTH` levels down; is none itself.
+        fills: for each command that writes run folders, what reads its records.
         write_run: writes the page of one run folder.
 
     Raises:
@@ -35,11 +37,11 @@ def write_index_page(folder: Path, write_run: Callable[[Path], Path]) -> Path:
     check_file(path)
     if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace"):
         raise ValueError(f"{path} is not an index that lrmoe wrote; move it away, so that it is not overwritten")
-    entries, deeper = read_entries(folder)
+    entries, deeper = read_entries(folder, fills)
     if not entries:
         raise ValueError(
             f"{folder} is neither a run folder nor has one within {DEPTH} levels; give a folder that lrmoe train, "
-            "compare, study, balance, plan or pressure wrote with --out, or a folder of such folders"
+            "compare, study, balance or plan wrote with --out, or a folder of such folders"
         )
     for entry in entries:
         _write_missing(entry, write_run)
@@ -143,9 +145,7 @@ def _advice(entries: Sequence[Entry], groups: Sequence[Group]) -> list[str]:
         said.append(f"Let {_names(resumable)} finish, or continue what was stopped with {command}.")
     studies = [entry for entry in unfinished if entry.command == "study"]
     if studies:
-        said.append(
-            f"Let {_names(studies)} finish, or give the same lrmoe study command again: it goes on where it stopped."
-        )
+        said.append(f"Let {_names(studies)} finish, or give the same command again: it goes on where it stopped.")
     diverged = [entry for entry in entries if entry.state == "diverged"]
     if diverged:
         said.append(f"Do not read losses off {_names(diverged)}: training diverged. Run it again with a lower --lr.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,30 +22,21 @@ _OF_NO_EFFECT = {
 _OF_TIME = ("threads", "ep", "policy", "slots", "gradient_checkpointing")
 
 Object = dict[str, Any]
+Fill = Callable[[Entry, Object, "Object | None"], None]
+"""Gives an entry whose ``command`` is known the rest of its values.
+
+Args:
+    entry: as it is made, with its path.
+    config: ``config.json`` of the folder.
+    summary: its ``summary.json``, if there is one.
+
+Raises:
+    ValueError: naming what is of another kind.
+    KeyError, TypeError, AttributeError, IndexError, StopIteration, ArithmeticError: for other damage.
+"""
 
 
-def fill(entry: Entry, config: Object, summary: Object | None) -> None:
-    """Gives an entry whose ``command`` is known the rest of its values.
-
-    Args:
-        entry: as it is made, with its path.
-        config: ``config.json`` of the folder.
-        summary: its ``summary.json``, if there is one.
-
-    Raises:
-        ValueError: naming what is of another kind.
-        KeyError, TypeError, AttributeError, IndexError, StopIteration, ArithmeticError: for other damage.
-    """
-    if entry.command == "train":
-        _read_training(entry, config, summary)
-    elif entry.command == "compare":
-        _read_comparison(entry, config, summary)
-    else:
-        _read_paper(entry, config, summary)
-    _check(entry)
-
-
-def _check(entry: Entry) -> None:
+def check(entry: Entry) -> None:
     """Raises ValueError for what was taken as it stood in the records and is of another kind."""
     told = {"steps done": entry.done, "steps planned": entry.planned}
     told |= {f"seed of result {i}": result.seed for i, result in enumerate(entry.results)}
@@ -54,7 +45,8 @@ def _check(entry: Entry) -> None:
             raise ValueError(f"{name}={value!r} must be an integer")
 
 
-def _read_training(entry: Entry, config: Object, summary: Object | None) -> None:
+def read_training(entry: Entry, config: Object, summary: Object | None) -> None:
+    """Of ``lrmoe train``; see :data:`Fill`."""
     train = config["train"]
     _describe(entry, train, config)
     recalibration = train["recalibration"]
@@ -85,7 +77,8 @@ def _read_training(entry: Entry, config: Object, summary: Object | None) -> None
         )
 
 
-def _read_comparison(entry: Entry, config: Object, summary: Object | None) -> None:
+def read_comparison(entry: Entry, config: Object, summary: Object | None) -> None:
+    """Of ``lrmoe compare``; see :data:`Fill`."""
     train = config["train"]
     _describe(entry, train, config)
     variants, seeds = config["variants"], config["seeds"]
@@ -125,40 +118,46 @@ def _read_comparison(entry: Entry, config: Object, summary: Object | None) -> No
                 )
 
 
-def _read_paper(entry: Entry, config: Object, summary: Object | None) -> None:
-    """Of a verb that trains nothing on its own: its subject, its choices, and what came of it."""
+def read_study(entry: Entry, config: Object, summary: Object | None) -> None:
+    """Of a study; see :data:`Fill`."""
     entry.state = "unfinished" if summary is None else "finished"
     told = summary or {}
-    if entry.command == "study":
-        entry.model = str(told.get("title") or config.get("study") or "")
-        entry.setting = str(told.get("study") or config.get("study") or "")
-        entry.outcome = str(next(iter(told.get("conclusions") or []), ""))
-        cells = list(entry.path.glob("cells/*"))
-        if summary is None and cells:
-            entry.done = len(cells)
-        return
+    entry.model = str(told.get("title") or config.get("study") or "")
+    entry.setting = str(told.get("study") or config.get("study") or "")
+    entry.outcome = str(next(iter(told.get("conclusions") or []), ""))
+    cells = list(entry.path.glob("cells/*"))
+    if summary is None and cells:
+        entry.done = len(cells)
+
+
+def read_plan(entry: Entry, config: Object, summary: Object | None) -> None:
+    """Of ``lrmoe plan``; see :data:`Fill`."""
+    read_policies(entry, config, summary, "options")
+    entry.outcome = str((summary or {}).get("recommendation", ""))
+
+
+def read_balance(entry: Entry, config: Object, summary: Object | None) -> None:
+    """Of ``lrmoe balance``; see :data:`Fill`."""
+    policies = read_policies(entry, config, summary, "policies")
+    ran = [one for one in policies if one.get("against_fixed") is not None and one.get("policy") != "fixed"]
+    if ran:
+        best = min(ran, key=lambda one: one["against_fixed"])
+        entry.outcome = f"shortest modelled MoE time: {best['policy']}, {best['against_fixed']:.2f} x fixed"
+    elif policies:
+        fits = [str(one["policy"]) for one in policies if one.get("fits")]
+        entry.outcome = f"fits: {'; '.join(fits) or 'none'}"
+
+
+def read_policies(entry: Entry, config: Object, summary: Object | None, key: str) -> list[Object]:
+    """What all that is planned on paper has: whether it is finished, of which model, and the policies' records, which
+    are under ``key`` of the summary and are returned."""
+    entry.state = "unfinished" if summary is None else "finished"
+    told = summary or {}
     model = told.get("model")
     entry.model = str(model["name"] if isinstance(model, dict) else told.get("source") or config.get("model") or "")
-    policies = told.get("options" if entry.command == "plan" else "policies") or []
+    policies: list[Object] = told.get(key) or []
     entry.setting = "; ".join(dict.fromkeys(str(one["policy"]) for one in policies))
-    if entry.command == "plan":
-        entry.outcome = str(told.get("recommendation", ""))
-    elif entry.command == "balance":
-        ran = [one for one in policies if one.get("against_fixed") is not None and one.get("policy") != "fixed"]
-        if ran:
-            best = min(ran, key=lambda one: one["against_fixed"])
-            entry.outcome = f"shortest modelled MoE time: {best['policy']}, {best['against_fixed']:.2f} x fixed"
-        elif policies:
-            fits = [str(one["policy"]) for one in policies if one.get("fits")]
-            entry.outcome = f"fits: {'; '.join(fits) or 'none'}"
-    elif policies:
-        # Of the two ways of counting, the one of an operator that there is.
-        reach: dict[str, float] = {}
-        for one in policies:
-            if one["accounting"] == "operator" and one["reason"] is None and one["batch"] > 1 - 1e-9:
-                reach[one["policy"]] = max(reach.get(one["policy"], 0.0), one["pressure"])
-        fitting = "; ".join(f"{policy} {times:g} x" for policy, times in reach.items())
-        entry.outcome = f"largest batch that fits whole: {fitting or 'none'}"
+    return policies
 
 
 def _describe(entry: Entry, train: Object, config: Object) -> None:

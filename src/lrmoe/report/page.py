@@ -1,4 +1,4 @@
-"""One self-contained HTML file of a run folder: styles, figures and plotly inside, nothing fetched when opened."""
+"""The page of a training run or of a comparison."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from lrmoe.hosting import layer_label
 from lrmoe.report import comparison_sections, frame, overview, run_sections, sections
 from lrmoe.report.comparison import rows_of
 from lrmoe.report.frame import Frame, write_page
-from lrmoe.report.index_entries import is_run_folder
 from lrmoe.report.loads import load_frame
-from lrmoe.report.run_folder import Run, Training, read_object, read_run
+from lrmoe.report.run_folder import Run, Training, read_run
 from lrmoe.report.series import first_not_finite
 from lrmoe.report.table import table
 from lrmoe.report.text import escape, short_layer_names
@@ -21,62 +20,14 @@ from lrmoe.report.view import Page, legend
 
 # Layers that a notice names.
 MAX_NAMED = 8
-# What records raise that are JSON, but not what a command writes.
-_DAMAGE = (KeyError, TypeError, AttributeError, IndexError, StopIteration, ArithmeticError)
 
 
-def write_report(run_dir: Path) -> Path:
-    """Writes ``report.html`` into a folder that a command wrote with ``--out``, replacing an old one; or an index into
-    a folder of such folders, at most three levels down, with the pages that are missing or older than their records.
-
-    The page opens offline in any current browser; it is about 5 MB, nearly all of it plotly. It is replaced in one
-    move: whoever has it open never sees half of it, and a failure leaves the old page.
-
-    Args:
-        run_dir: the folder, with ``config.json`` and ``metrics.jsonl``; ``summary.json`` is absent while the run is
-            unfinished. Or a folder of run folders, which has none of these itself.
-
-    Returns:
-        The path of the page.
+def write_run_page(run_dir: Path) -> Path:
+    """Writes ``report.html`` into a folder of ``lrmoe train`` or ``lrmoe compare``.
 
     Raises:
         ValueError: if a file is missing or malformed; names the file and the line.
-        ModuleNotFoundError: if plotly is not installed (the ``train`` extra has it).
     """
-    run_dir = Path(run_dir)
-    if run_dir.is_dir() and not is_run_folder(run_dir):
-        from lrmoe.report.index_page import write_index_page
-
-        return write_index_page(run_dir, write_report)
-    try:
-        return _write(run_dir)
-    except _DAMAGE as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"{run_dir / 'config.json'}, or another of the records beside it, is damaged or of another version of "
-            f"lrmoe ({reason})"
-        ) from error
-
-
-def _write(run_dir: Path) -> Path:
-    """The page of one folder, by the command that wrote it."""
-    command = read_object(run_dir / "config.json").get("command") if run_dir.is_dir() else None
-    if command == "study":
-        from lrmoe.report.study_page import write_study_page
-
-        return write_study_page(run_dir)
-    if command == "balance":
-        from lrmoe.report.replay import write_replay_page
-
-        return write_replay_page(run_dir)
-    if command == "plan":
-        from lrmoe.report.plan import write_plan_page
-
-        return write_plan_page(run_dir)
-    if command == "pressure":
-        from lrmoe.report.pressure import write_pressure_page
-
-        return write_pressure_page(run_dir)
     return write_page(run_dir / "report.html", render(read_run(run_dir)))
 
 

@@ -1,4 +1,4 @@
-"""What the pages of ``lrmoe plan``, ``lrmoe pressure`` and ``lrmoe balance`` with given loads share."""
+"""What the pages of ``lrmoe plan`` and ``lrmoe balance`` with given loads share, as of whatever is planned on paper."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from lrmoe.studies.results import Column, Figure, Series, StudyResult, Table, Va
 
 
 def write_study_page(folder: Path) -> Path:
-    """Writes ``report.html`` into a folder of ``lrmoe study``, from its ``summary.json``.
+    """Writes ``report.html`` into the folder of a study, from its ``summary.json``.
 
     Raises:
         ValueError: if ``summary.json`` is missing, or is not what :meth:`StudyResult.to_dict` gives; names what is
@@ -25,8 +25,7 @@ def write_study_page(folder: Path) -> Path:
     path = folder / "summary.json"
     if not path.exists():
         raise ValueError(
-            f"{path} is missing: the study is unfinished; give the same lrmoe study command again, which goes on "
-            "where it stopped"
+            f"{path} is missing: the study is unfinished; give the same command again, which goes on where it stopped"
         )
     told = read_object(path)
     try:

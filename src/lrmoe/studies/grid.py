@@ -74,6 +74,7 @@ class GridStudy:
         conclude: plain sentences, and advice, from the rows of all comparisons.
         figures: from the same.
         has_regimes: the comparisons are made in the regimes that a user asks for; else the study has its own.
+        program: what is typed before the study's name to carry it out.
     """
 
     name: str
@@ -84,6 +85,7 @@ class GridStudy:
     then: Callable[[StudyConfig, Mapping[str, Rows]], list[Comparison]] = lambda config, rows: []
     figures: Callable[[Sequence[Comparison], Mapping[str, Rows]], list[Figure]]
     has_regimes: bool = True
+    program: str = "lrmoe study"
 
 
 def add_verdict(row: Row, base: Row, loss: str) -> Row:

@@ -1,4 +1,4 @@
-"""What ``lrmoe plan`` and ``lrmoe pressure`` are both told: a model, the ranks it lies on, and the loads they get."""
+"""What ``lrmoe plan``, and whoever else plans on paper, is told: a model, the ranks it lies on, the loads they get."""
 
 from __future__ import annotations
 
@@ -103,7 +103,13 @@ class PaperConfig:
 
 
 def read_settings(
-    kind: type[Config], given: Mapping[str, Any], out: Path | None, *, overwrite: bool, verb: str
+    kind: type[Config],
+    given: Mapping[str, Any],
+    out: Path | None,
+    *,
+    overwrite: bool,
+    verb: str,
+    program: str = "lrmoe",
 ) -> Config:
     """A config, with what it names checked as far as it can be told without a look at the loads, and with the folder
     its study is to be written to.
@@ -114,6 +120,7 @@ def read_settings(
         out: the folder; None where nothing is written.
         overwrite: what ``verb`` wrote there before may go.
         verb: of the command line.
+        program: what is typed before the verb.
 
     Raises:
         ValueError: naming the fields, their values and what they may be.
@@ -129,7 +136,7 @@ def read_settings(
         check_files(trace=given.get("trace"), loads=given.get("loads"))
     with problems:
         if out is not None:
-            check_free(out, overwrite=overwrite, command=verb)
+            check_free(out, overwrite=overwrite, command=verb, program=program)
     problems.tell()
     return config
 
@@ -180,7 +187,7 @@ def assumptions(shape: ModelShape, machine: Hardware) -> str:
     )
 
 
-# Settings that both verbs have too, each in its own place among those that only one of them has.
+# Settings that several verbs have, each in its own place among those that only one of them has.
 
 
 def floor_setting() -> Any:

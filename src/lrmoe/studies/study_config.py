@@ -18,10 +18,6 @@ NAMES = (
     "error_budget",
     "schedule",
     "remainder",
-    "recipes",
-    "scale",
-    "anatomy",
-    "time_to_loss",
 )
 
 

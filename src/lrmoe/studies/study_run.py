@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from lrmoe.studies import ablation, error_budget, quota_spread, recipes, remainder, router_gradient, scale, schedules
+from lrmoe.studies import ablation, error_budget, quota_spread, remainder, router_gradient, schedules
 from lrmoe.studies.cells import Cell, missing, run_cells, steps_of
 from lrmoe.studies.grid import Comparison, GridStudy, Rows, table
 from lrmoe.studies.jobs import Progress
@@ -32,7 +32,7 @@ from lrmoe.training.run import load, versions
 
 STUDIES: Mapping[str, GridStudy] = {
     module.STUDY.name: module.STUDY
-    for module in (ablation, router_gradient, quota_spread, error_budget, schedules, remainder, recipes, scale)
+    for module in (ablation, router_gradient, quota_spread, error_budget, schedules, remainder)
 }
 # Told how many optimizer steps are to come; gives what is told of each.
 Watch = Callable[[int], Progress]
@@ -44,7 +44,7 @@ def check(study: GridStudy, config: StudyConfig, out: Path, store: Path) -> None
     Raises:
         ValueError: naming what is wrong and the mend.
     """
-    check_folder(study.name, out)
+    check_folder(study.name, out, program=study.program)
     check_can_be_made(store, field="cells")
     cells = [cell for comparison in study.first(config) for cell in _cells(comparison, config)]
     # Damage is told before hours go into what is missing.
@@ -75,7 +75,7 @@ def check_runs(cells: Iterable[Cell], config: StudyConfig) -> None:
             loaded.add(key)
 
 
-def check_folder(name: str, out: Path) -> None:
+def check_folder(name: str, out: Path, *, program: str = "lrmoe study") -> None:
     """Raises ValueError if ``out`` cannot take the study's results: it holds something else, or a folder where one of
     their files belongs."""
     if out.exists() and not out.is_dir():
@@ -84,7 +84,7 @@ def check_folder(name: str, out: Path) -> None:
     if (out / "config.json").exists():
         stored = read_json(out / "config.json")
         if stored.get("command") != "study" or stored.get("study") != name:
-            raise ValueError(f"out={str(out)!r} was not written by lrmoe study {name}; give another folder")
+            raise ValueError(f"out={str(out)!r} was not written by {program} {name}; give another folder")
     elif out.is_dir() and any(entry.name != "cells" and not is_passing(entry.name) for entry in out.iterdir()):
         raise ValueError(f"out={str(out)!r} holds something else than a study; give another folder")
     check_entries(out)
@@ -127,7 +127,7 @@ def run_study(
             figures=study.figures(compared, rows),
             conclusions=conclusions,
             advice=advice,
-            provenance=provenance(study.name, config, cells, out, store, jobs),
+            provenance=provenance(study, config, cells, out, store, jobs),
         )
         write_result(result, out)
     return result
@@ -157,7 +157,9 @@ def write_result(result: StudyResult, out: Path) -> None:
     write_report(out)
 
 
-def provenance(name: str, config: StudyConfig, cells: list[Cell], out: Path, store: Path, jobs: int) -> dict[str, Any]:
+def provenance(
+    study: GridStudy, config: StudyConfig, cells: list[Cell], out: Path, store: Path, jobs: int
+) -> dict[str, Any]:
     """Where numbers come from: the command, what the runs were made with, the machine and the time they took."""
     made_with: dict[str, set[str]] = {}
     seconds = 0.0
@@ -166,7 +168,7 @@ def provenance(name: str, config: StudyConfig, cells: list[Cell], out: Path, sto
             made_with.setdefault(package, set()).add(version)
         seconds += cell.summary(store)["seconds"]
     return {
-        "command": command(name, config.given(), out=out, store=store, jobs=jobs),
+        "command": command(study.name, config.given(), out=out, store=store, jobs=jobs, program=study.program),
         "versions": {package: ", ".join(sorted(found)) for package, found in made_with.items()},
         "machine": machine(),
         "runs": len({cell.key for cell in cells}),
@@ -174,7 +176,15 @@ def provenance(name: str, config: StudyConfig, cells: list[Cell], out: Path, sto
     }
 
 
-def command(name: str, given: Mapping[str, Any], *, out: Path, store: Path | None = None, jobs: int = 1) -> str:
+def command(
+    name: str,
+    given: Mapping[str, Any],
+    *,
+    out: Path,
+    store: Path | None = None,
+    jobs: int = 1,
+    program: str = "lrmoe study",
+) -> str:
     """The command line that makes the study with these settings, for a shell to read.
 
     Args:
@@ -182,8 +192,9 @@ def command(name: str, given: Mapping[str, Any], *, out: Path, store: Path | Non
         out: the study's folder.
         store: that of the training runs; None where it is the default, or the study has no such folder.
         jobs: runs at a time.
+        program: what is typed before the study's name.
     """
-    parts, options = ["lrmoe", "study", name], {field.name for field in fields(StudyConfig)}
+    parts, options = [*program.split(), name], {field.name for field in fields(StudyConfig)}
     for field, value in given.items():
         text = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
         parts += _option(field.replace("_", "-"), text) if field in options else _option("set", f"{field}={text}")

@@ -128,7 +128,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) -> None:
+def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool, program: str = "lrmoe") -> None:
     """Checks, without touching anything, that a run may write into ``out``.
 
     Raises:
@@ -154,7 +154,7 @@ def check_out_folder(out: Path, *, command: str, resume: bool, overwrite: bool) 
         stored = read_json(out / "config.json")
         found = stored.get("command")
         if found != command:
-            raise ValueError(f"out={str(out)!r} was not written by lrmoe {command} (config.json says {found!r})")
+            raise ValueError(f"out={str(out)!r} was not written by {program} {command} (config.json says {found!r})")
         if resume:
             check_entries(out)
             _check_stored(stored, out / "config.json")
@@ -182,7 +182,7 @@ def check_can_be_made(out: Path, *, field: str = "out") -> None:
         raise ValueError(f"{field}={str(out)!r} cannot be written: no permission in {str(there)!r}")
 
 
-def check_free(out: Path, *, overwrite: bool, command: str = "balance") -> None:
+def check_free(out: Path, *, overwrite: bool, command: str = "balance", program: str = "lrmoe") -> None:
     """Checks that ``lrmoe balance``, or another verb that does not resume, may write into ``out``.
 
     Raises:
@@ -190,7 +190,7 @@ def check_free(out: Path, *, overwrite: bool, command: str = "balance") -> None:
     """
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise ValueError(f"out={str(out)!r} is not empty; give another folder, or --overwrite to replace what it holds")
-    check_out_folder(out, command=command, resume=False, overwrite=overwrite)
+    check_out_folder(out, command=command, resume=False, overwrite=overwrite, program=program)
 
 
 def _check_stored(stored: dict[str, Any], path: Path) -> None:

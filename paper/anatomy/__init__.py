@@ -1,0 +1,1 @@
+"""Where the error of a drop comes from, by layer, step and batch."""

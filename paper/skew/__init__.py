@@ -1,0 +1,1 @@
+"""What fixed ownership, UltraEP and LRMoE can do with skewed loads under the same capacity."""
