@@ -9,13 +9,15 @@ READY := .venv/ready
 NUMERIC := $(addprefix tests/,recalibration ops experts cases distributed \
 	test_layer.py test_routing.py test_control.py test_control_guard.py)
 
-.PHONY: help demo test test-slow test-portable lint format clean
+.PHONY: help demo paper paper-test test test-slow test-portable lint format clean
 
 help:
 	@echo "make demo           train three variants of a small model and compare them (minutes)"
 	@echo "make test           the test suite"
 	@echo "make test-slow      the tests that take minutes"
 	@echo "make test-portable  the numeric tests as other machines would compute them (before a release)"
+	@echo "make paper          list the commands that try the paper's claims"
+	@echo "make paper-test     their tests"
 	@echo "make lint           ruff and mypy"
 	@echo "make format         let ruff format the code"
 	@echo "make clean          remove .venv and what the demo wrote"
@@ -39,12 +41,18 @@ test: $(READY)
 	$(BIN)/python -m pytest
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow tests paper/tests
 
 test-portable: $(READY)
 	ATEN_CPU_CAPABILITY=default $(BIN)/python -m pytest $(NUMERIC) --round-by-shape
 	MKL_CBWR=COMPATIBLE ONEDNN_MAX_CPU_ISA=SSE41 $(BIN)/python -m pytest $(NUMERIC)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest $(NUMERIC) --threads 2
+
+paper: $(READY)
+	$(BIN)/python -m paper --help
+
+paper-test: $(READY)
+	$(BIN)/python -m pytest paper/tests
 
 lint: $(READY)
 	$(BIN)/ruff check
