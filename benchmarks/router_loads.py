@@ -1,4 +1,4 @@
-"""Records how a trained router loads its experts, for `benchmarks/balance.py`.
+"""Records how a trained router loads its experts, for `python -m paper skew`.
 
 Trains the preset qwen3-moe-tiny (32 experts, 4 a token, 4 MoE layers) for a while *without* its load-balancing loss, on
 the default text. Then eight sources forward 2048 tokens each of the validation text, and the top-4 of every router's

@@ -29,7 +29,7 @@ from paper.anatomy import tables as anatomy_tables
 from paper.anatomy.study import AnatomyConfig
 from paper.time_to_loss import study as time_to_loss
 from paper.time_to_loss import tables as time_to_loss_tables
-from paper.time_to_loss.study import TimeToLossConfig
+from paper.time_to_loss.config import TimeToLossConfig
 
 Config = TypeVar("Config", AnatomyConfig, TimeToLossConfig)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -99,6 +100,14 @@ def test_what_left_the_package_is_here_and_there_no_more() -> None:
     assert set(CATALOG) == set(moved.STUDIES)
     assert not set(moved.VERBS) & set(LRMOE.verbs)
     assert not set(moved.STUDIES) & set(NAMES)
+
+
+def test_the_package_does_not_know_the_paper() -> None:
+    for path in (ROOT / "src").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        names = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        assert not [name for name in names if name.partition(".")[0] == "paper"], path
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from lrmoe.studies.results import StudyResult
 from lrmoe.training.world import World
 from paper.catalog import CATALOG
 from paper.time_to_loss import study
+from paper.time_to_loss.config import TimeToLossConfig
 from paper.time_to_loss.curves import loss_at, steps_to, target_rows, until, verdict, without_spikes
 from paper.time_to_loss.run import CellPlan, learning_rate, run_cell
-from paper.time_to_loss.study import TimeToLossConfig, check_cells, time_to_loss, work_left
+from paper.time_to_loss.study import check_cells, time_to_loss, work_left
 from paper.time_to_loss.tables import advise, sentence
 
 SMALL = TimeToLossConfig(steps=8, eval_every=4, lr_warmup_steps=2, seeds=(0, 1), even_seeds=(0,))

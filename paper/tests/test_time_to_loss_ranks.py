@@ -11,8 +11,8 @@ import torch.distributed as dist
 from distributed.world import run_world
 
 from lrmoe.training.world import World
+from paper.time_to_loss.config import TimeToLossConfig
 from paper.time_to_loss.run import CellPlan, run_cell
-from paper.time_to_loss.study import TimeToLossConfig
 
 CONFIG = TimeToLossConfig(
     steps=6, eval_every=3, dim=16, expert_dim=16, num_experts=4, heads=2, batch=4, seq=16, drops=(0.5,), recommended=0.5

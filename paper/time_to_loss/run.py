@@ -59,7 +59,7 @@ class Contender:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Of model, data and training; see :class:`paper.time_to_loss.study.TimeToLossConfig`."""
+    """Of model, data and training; see :class:`paper.time_to_loss.config.TimeToLossConfig`."""
 
     text: str | None
     layers: int

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from lrmoe.studies.results import Column, Figure, Series, StudyResult, Table, Value
+from paper.time_to_loss.config import TimeToLossConfig
 from paper.time_to_loss.curves import (
     MEDIAN_STEPS,
     Cell,
@@ -17,9 +17,6 @@ from paper.time_to_loss.curves import (
     until,
     verdict,
 )
-
-if TYPE_CHECKING:
-    from paper.time_to_loss.study import TimeToLossConfig
 
 _STEADY = f"the ratio if each step's time is the median of the {MEDIAN_STEPS} around it"
 

@@ -255,6 +255,7 @@ def test_w6_a_tokenizer_of_another_file_is_not_passed_over(folder: Path, capsys:
 def test_w9_nothing_tells_to_install_a_package_that_is_not_ours() -> None:
     root = SOURCE.parents[1]
     pages = [*SOURCE.rglob("*.py"), *(root / "docs").rglob("*.md"), *root.glob("*.md"), root / "pyproject.toml"]
+    pages += [*(root / "paper").rglob("*.py"), *(root / "paper").rglob("*.md")]
     assert len(pages) > 100
     assert [str(page) for page in pages if "lrmoe[" in page.read_text(encoding="utf-8")] == []
 

@@ -61,11 +61,13 @@ def test_l5_the_reader_of_the_source_sees_a_call_without_a_device() -> None:
 
 def test_l5_every_tensor_that_is_made_says_where() -> None:
     package = Path(lrmoe.__file__).parent
+    root = package.parents[1]
+    studies = (path for path in (root / "paper").rglob("*.py") if "tests" not in path.parts)
     found = []
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted([*package.rglob("*.py"), *studies]):
         source = path.read_text()
-        found += [f"{path.relative_to(package)}:{line}: {text}" for line, text in without_device(source)]
-        found += [f"{path.relative_to(package)}: from torch import {name}" for name in imported_factories(source)]
+        found += [f"{path.relative_to(root)}:{line}: {text}" for line, text in without_device(source)]
+        found += [f"{path.relative_to(root)}: from torch import {name}" for name in imported_factories(source)]
     assert not found, "these take whatever the default device is; name the device:\n" + "\n".join(found)
 
 
