@@ -3,8 +3,8 @@
 First a few products, activations and gathers are timed, which gives the model's constants. Then six settings of two
 small models run one forward and backward each, and their MoE time (thread CPU time) and the bytes that their experts
 save are compared with what the model says. Then a recorded trace is played, as it is, to expert-parallel engines over
-four processes under several policies; the straggler clock's critical path of each (lrmoe.parallel.clock) is compared
-with the predicted one.
+four processes under several policies; the straggler clock's critical path of each (lrmoe.parallel.phase_timer) is
+compared with the predicted one.
 
     python benchmarks/cluster_model.py --out docs/results/cluster_model.json
 """
@@ -39,11 +39,11 @@ from lrmoe.cluster import (
     token_buffers,
 )
 from lrmoe.cluster.time import activation_bytes
-from lrmoe.experts import activations
+from lrmoe.ops import activations
 from lrmoe.ops.glu import glu_backward, glu_forward
 from lrmoe.ops.grouped_mm import grouped_mm
 from lrmoe.parallel import ExpertParallel
-from lrmoe.parallel.clock import PhaseClock
+from lrmoe.parallel.phase_timer import PhaseTimer
 from lrmoe.training.memory import measure_saved_bytes
 from lrmoe.training.models import load_model
 from lrmoe.training.presets import PRESETS
@@ -233,7 +233,7 @@ def run_rank(rank: int, port: int, options: dict[str, Any], answers: Any) -> Non
     # All policies by turns: what else the machine does meets them alike. The first round warms up.
     for turn in range(options["rounds"] + 1):
         for name, engine in engines.items():
-            engine.clock = PhaseClock(bytes_per_s=options["bandwidth"])
+            engine.clock = PhaseTimer(bytes_per_s=options["bandwidth"])
             for number, (x_TD, ids_TK, alpha_TK) in enumerate(inputs):
                 out_TD = engine.routed_experts(x_TD, ids_TK, alpha_TK, *weights, step=turn, microbatch=number)
                 out_TD.backward(torch.ones_like(out_TD))

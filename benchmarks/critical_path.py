@@ -1,8 +1,8 @@
 """Critical path of MoE layers over several ranks that share one machine: fixed ownership, UltraEP, LRMoE.
 
 Modelled, not wall time: every rank counts the CPU time of its own thread phase by phase, between collectives all wait
-for the slowest, and transfers cost their bytes at the stated bandwidth (lrmoe.parallel.clock). Routing is synthetic:
-experts' popularity falls as a power of their number, which puts the hottest on rank 0.
+for the slowest, and transfers cost their bytes at the stated bandwidth (lrmoe.parallel.phase_timer). Routing is
+synthetic: experts' popularity falls as a power of their number, which puts the hottest on rank 0.
 
     python benchmarks/critical_path.py --out docs/results/critical_path.json
 """
@@ -25,7 +25,7 @@ import lrmoe
 from lrmoe import strict_json
 from lrmoe.balance import get
 from lrmoe.parallel import ExpertParallel
-from lrmoe.parallel.clock import PhaseClock
+from lrmoe.parallel.phase_timer import PhaseTimer
 
 
 def power_law_ids(tokens: int, experts: int, top_k: int, power: float, generator: torch.Generator) -> Tensor:
@@ -61,7 +61,7 @@ def run_rank(rank: int, port: int, options: dict[str, Any], answers: Any) -> Non
         )
         for turn in range(options["rounds"] + 1):
             if turn == 1:  # the first round warms up
-                engine.clock = PhaseClock(bytes_per_s=options["bandwidth"])
+                engine.clock = PhaseTimer(bytes_per_s=options["bandwidth"])
             engine.routed_experts(x_TD, ids_TK, alpha_TK, *weights, step=turn).backward(grad_TD)
         assert engine.clock is not None
         path = engine.clock.collect(group)

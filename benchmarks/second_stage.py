@@ -26,7 +26,7 @@ import transformers
 from torch import Tensor
 
 from lrmoe import strict_json
-from lrmoe.experts import activations
+from lrmoe.ops import activations
 from lrmoe.ops.grouped_mm import grouped_mm, grouped_wgrad
 from lrmoe.ops.permute import sort_by_expert
 from lrmoe.recalibration.draws import Source

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import lrmoe
-from lrmoe.calls import read_tokens
+from lrmoe.control.calls import read_tokens
 
 CONFIG = lrmoe.LRMoEConfig(drop=0.4)
 
@@ -350,7 +350,7 @@ def test_a_host_that_refuses_leaves_the_layers_of_the_others_alone(monkeypatch: 
     adapter = SimpleNamespace(HOST=Refusing())
     monkeypatch.setitem(sys.modules, "refusing_adapter", adapter)
     with monkeypatch.context() as patch:
-        patch.setattr("lrmoe.hosting._HOST_MODULES", {"refusing_adapter": "refusing_adapter"})
+        patch.setattr("lrmoe.hosts.attach._ADAPTERS", {"refusing_adapter": "refusing_adapter"})
         with pytest.raises(ValueError, match="not this one"):
             lrmoe.attach(model, CONFIG)
     assert not model.first.is_attached

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 
 import lrmoe
 from lrmoe import LRMoEConfig
-from lrmoe.guarding import Guard
+from lrmoe.control.guard import Guard
 from lrmoe.recalibration.guard import PAUSE, WINDOW
 
 DIM = 8

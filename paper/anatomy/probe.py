@@ -22,8 +22,8 @@ from lrmoe.control import Recalibrator
 from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.experts.meter import recording
 from lrmoe.experts.operator import controlled_experts
+from lrmoe.hosts.bound_experts import activation_name
 from lrmoe.hosts.expert_modules import Experts, weights
-from lrmoe.hosts.transformers import activation_name
 
 Record = dict[str, Any]
 WEIGHTS = ("down", "gate_up", "router")

@@ -4,8 +4,8 @@ They start from the same weights and see the same data in the same order. What d
 all of them alike, because each step of one lies beside the same step of the others.
 
 Time is that of the MoE layers alone, in CPU seconds of one thread. On one device it is the routed experts' forward and
-backward. Over ranks it is the critical path of :mod:`lrmoe.parallel.clock`: planning, dispatch, experts and combine of
-the slowest rank between any two exchanges, and the bytes of the busiest rank at a stated bandwidth.
+backward. Over ranks it is the critical path of :mod:`lrmoe.parallel.phase_timer`: planning, dispatch, experts and
+combine of the slowest rank between any two exchanges, and the bytes of the busiest rank at a stated bandwidth.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import lrmoe
 from lrmoe.balance import get
 from lrmoe.config import LRMoEConfig
 from lrmoe.parallel import ExpertParallel, parallelize
-from lrmoe.parallel.clock import PhaseClock
+from lrmoe.parallel.phase_timer import PhaseTimer
 from lrmoe.studies.cell_file import MAYBE_NUMBER, NUMBER, RECORDS, TEXT, TEXTS, Kind, numbers, require
 from lrmoe.training.documents import read_documents
 from lrmoe.training.files import write_json
@@ -116,7 +116,7 @@ class Contestant:
                 balance_loss_weight=plan.balance_loss_weight,
             )
         self.contender = contender
-        self.clock = PhaseClock(bytes_per_s=sizes.bandwidth)
+        self.clock = PhaseTimer(bytes_per_s=sizes.bandwidth)
         self.engine: ExpertParallel | None = None
         self._model = model
         self._world = world

@@ -7,9 +7,10 @@ from lrmoe.config import LRMoEConfig
 
 if TYPE_CHECKING:
     from lrmoe import balance, parallel
-    from lrmoe.control import Recalibrator, attach
+    from lrmoe.control import Recalibrator
     from lrmoe.experts.meter import recording
     from lrmoe.experts.operator import routed_experts
+    from lrmoe.hosts.attach import attach
     from lrmoe.layer import MoE
     from lrmoe.routing import Routing, TopKRouter
 
@@ -37,7 +38,7 @@ __getattr__, __dir__ = lazy.attributes(
         "Recalibrator": "lrmoe.control",
         "Routing": "lrmoe.routing",
         "TopKRouter": "lrmoe.routing",
-        "attach": "lrmoe.control",
+        "attach": "lrmoe.hosts.attach",
         "balance": "lrmoe.balance",
         "parallel": "lrmoe.parallel",
         "recording": "lrmoe.experts.meter",

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from lrmoe.config import LRMoEConfig, require_config, require_count
-from lrmoe.experts import activations
-from lrmoe.experts.layer_control import Clock, LayerControl, Moment, exact_control, layer_in_words
+from lrmoe.experts.layer_control import Clock, LayerControl, Moment, exact_control
 from lrmoe.experts.operator import controlled_experts
+from lrmoe.experts.stepping import Stepping
 from lrmoe.experts.stored_weights import whole_shape
 from lrmoe.experts.validation import check_not_transformed
+from lrmoe.labels import layer_in_words
+from lrmoe.ops import activations
 from lrmoe.routing import Gate, TopKRouter, require_token_mask
-from lrmoe.stepping import Stepping
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

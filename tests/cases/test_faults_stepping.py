@@ -221,7 +221,7 @@ def test_s10_many_forwards_without_a_step_are_told_where_no_optimizer_can_be_rec
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An optimizer of master copies holds none of the model's parameters."""
-    monkeypatch.setattr("lrmoe.stepping._FORWARDS", 5)
+    monkeypatch.setattr("lrmoe.experts.stepping._FORWARDS", 5)
     model = small()
     lrmoe.attach(model, CONFIG)
 

@@ -12,7 +12,7 @@ from distributed.tiny_run import TinyRun
 from distributed.world import run_world
 
 from lrmoe.parallel import clock as clock_module
-from lrmoe.parallel.clock import CriticalPath, PhaseClock
+from lrmoe.parallel.phase_timer import CriticalPath, PhaseTimer
 
 
 class Hands:
@@ -28,7 +28,7 @@ class Hands:
 def example(group: dist.ProcessGroup) -> list[tuple[CriticalPath, dict[str, Any], str]]:
     clock_module.time = hands = Hands()  # type: ignore[assignment]
     try:
-        clock = PhaseClock(bytes_per_s=1e9)
+        clock = PhaseTimer(bytes_per_s=1e9)
         results = []
         for _ in range(2):
             for name, seconds in (("A", (3.0, 1.0)), ("B", (1.0, 2.0)), ("A", (0.5, 0.25))):
@@ -66,7 +66,7 @@ def test_the_critical_path_is_the_sum_of_the_slowest() -> None:
 
 
 def test_only_work_of_this_thread_counts() -> None:
-    clock = PhaseClock(bytes_per_s=1)
+    clock = PhaseTimer(bytes_per_s=1)
     with clock.phase("asleep"):
         time.sleep(0.2)
     with clock.phase("at work"):
@@ -80,7 +80,7 @@ def test_only_work_of_this_thread_counts() -> None:
 
 
 def differ(group: dist.ProcessGroup, extra: bool) -> str:
-    clock = PhaseClock(bytes_per_s=1)
+    clock = PhaseTimer(bytes_per_s=1)
     with clock.phase("both"):
         pass
     if extra and group.rank() == 1:
@@ -103,8 +103,8 @@ def test_ranks_that_passed_different_phases() -> None:
 def test_misuse() -> None:
     for value in (0.0, -1.0, float("nan"), "fast"):
         with pytest.raises(ValueError, match="bytes_per_s="):
-            PhaseClock(bytes_per_s=value)  # type: ignore[arg-type]
-    clock = PhaseClock(bytes_per_s=1)
+            PhaseTimer(bytes_per_s=value)  # type: ignore[arg-type]
+    clock = PhaseTimer(bytes_per_s=1)
     with clock.phase("outer"), pytest.raises(RuntimeError, match="'inner' begins inside 'outer'"), clock.phase("inner"):
         pass
     with pytest.raises(KeyError), clock.phase("failed"):
@@ -116,7 +116,7 @@ def test_misuse() -> None:
 
 
 def timed_run(group: dist.ProcessGroup) -> tuple[CriticalPath, dict[str, int]]:
-    clock = PhaseClock(bytes_per_s=1e9)
+    clock = PhaseTimer(bytes_per_s=1e9)
     run = TinyRun(group, clock=clock)
     run.train(1)
     clock.collect(group)

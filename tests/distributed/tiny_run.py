@@ -14,9 +14,9 @@ import lrmoe
 from lrmoe import LRMoEConfig
 from lrmoe.parallel import ExpertParallel, is_expert, parallelize
 from lrmoe.parallel.checkpoint import load, newest, save
-from lrmoe.parallel.clock import PhaseClock
 from lrmoe.parallel.collectives import all_reduce
 from lrmoe.parallel.gradients import clip_grad_norm_
+from lrmoe.parallel.phase_timer import PhaseTimer
 
 DIM, WIDTH, EXPERTS, TOKENS = 6, 4, 5, 16
 
@@ -31,7 +31,7 @@ class TinyRun:
         policy: str = "ultraep",
         drop: float = 0.4,
         timeout_s: float | None = None,
-        clock: PhaseClock | None = None,
+        clock: PhaseTimer | None = None,
     ) -> None:
         torch.manual_seed(0)
         config = LRMoEConfig(drop=drop, seed=3, warmup_steps=1, ramp_steps=2)

@@ -11,7 +11,7 @@ import torch
 from experts.problem import Problem, Result, expected, live_pairs
 from torch import Tensor
 
-from lrmoe.experts import activations
+from lrmoe.ops import activations
 
 
 def operands(problem: Problem, expert: int, among_TK: Tensor | None = None) -> tuple[Tensor, ...]:

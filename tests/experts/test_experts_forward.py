@@ -10,7 +10,7 @@ from experts.problem import error, expected, make, run, with_ids
 
 import lrmoe
 from lrmoe import LRMoEConfig
-from lrmoe.experts import activations
+from lrmoe.ops import activations
 
 ACTIVATIONS = [
     name + layout

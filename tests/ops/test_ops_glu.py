@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lrmoe.experts import activations
-from lrmoe.ops import glu
+from lrmoe.ops import activations, glu
 from lrmoe.ops.glu import glu_backward, glu_forward
 
 CLAMPED = "clamped_swiglu(alpha=1.702,limit=1.5)"

@@ -2,7 +2,7 @@
 
 A *phase* is what ranks do between two moments at which they wait for each other; its time is that of the slowest rank,
 and a layer takes the sum over its phases. Phases have the names that the engine's straggler clock
-(:mod:`lrmoe.parallel.clock`) gives them. Nothing is taken to overlap.
+(:mod:`lrmoe.parallel.phase_timer`) gives them. Nothing is taken to overlap.
 
 S instances of experts on a rank, E experts, G ranks, D model width, F expert width.
 """

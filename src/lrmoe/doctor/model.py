@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lrmoe.config import LRMoEConfig
-from lrmoe.control import attach
 from lrmoe.doctor.measure import Failed, Gradients, require_close
 from lrmoe.experts.meter import BackwardCall, recording
 from lrmoe.experts.reference import reference_experts
+from lrmoe.hosts.attach import attach
 
 # Of a gradient's largest entry. Two orders of summation differ by 1e-6 in fp32, a wrong formula by 1e-2 or more.
 _TOLERANCE = 1e-4

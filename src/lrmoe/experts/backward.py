@@ -56,8 +56,8 @@ def backward_pass(grad_TD: Tensor, saved: Saved, recipe: Recipe, needs: Needs, m
     with record_function("lrmoe::select"):
         ordered = _order_rows(saved)
         score_N = _scores(recipe.metric, grad_TD, saved, ordered)
-        everything = bool((saved.quota_E == saved.load_E).all())
-        if everything:
+        all_kept = bool((saved.quota_E == saved.load_E).all())
+        if all_kept:
             kept = keep_all(ordered.segments)
         else:
             kept = select(
@@ -78,9 +78,9 @@ def backward_pass(grad_TD: Tensor, saved: Saved, recipe: Recipe, needs: Needs, m
             pair_M // saved.alpha_TK.shape[1],
             kept.count_E.cumsum(0).to(torch.int32),
             # Every saved row, in its order: nothing to gather.
-            everything=everything and saved.token_mask_T is None,
+            all_kept=all_kept and saved.token_mask_T is None,
         )
-    return _gradients(grad_TD, saved, recipe, needs, rows, pair_M, kept, ordered, all_kept=everything)
+    return _gradients(grad_TD, saved, recipe, needs, rows, pair_M, kept, ordered, all_kept=all_kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def _router_gradient(
     alpha_TK = saved.alpha_TK
     dalpha_N = alpha_TK.new_zeros(alpha_TK.numel())
     dalpha_N[pair_M] = dalpha_M
-    if recipe.router_grad == "kept" or rows.everything:
+    if recipe.router_grad == "kept" or rows.all_kept:
         return dalpha_N.view_as(alpha_TK)
     live_N = torch.zeros(alpha_TK.numel(), dtype=torch.bool, device=alpha_TK.device)
     live_N[ordered.pair_N] = ordered.segments.live_N

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lrmoe.config import LRMoEConfig, Metric, Quota, Remainder, RouterGrad, Save, Selector
-from lrmoe.experts import activations
 from lrmoe.experts.remainder import Completion, Means, complete, distance_roots, mean_slopes, row_means
+from lrmoe.ops import activations
 from lrmoe.ops.glu import glu_backward, glu_forward
 from lrmoe.ops.grouped_mm import add_group_rows, grouped_mm, grouped_sum, grouped_wgrad
 
@@ -86,13 +86,13 @@ class Rows:
     """A choice of the saved rows, expert by expert.
 
     ``row_M``: their place among the R saved rows; ``source_M``: the place of their input in the buffer it is kept in;
-    ``offs_E``: int32 ends of the experts' groups; ``everything``: all saved rows, in their order.
+    ``offs_E``: int32 ends of the experts' groups; ``all_kept``: all saved rows, in their order.
     """
 
     row_M: Tensor
     source_M: Tensor
     offs_E: Tensor
-    everything: bool = False
+    all_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ def _through_activation(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dh_M2F, scaled_phi_MF, <t, phi>_M) of some rows, from their arriving gradients."""
     t_MF = grouped_mm(grad_MD, bank.down_proj, rows.offs_E)
-    h_2F, row_M = saved.h_R2F, None if rows.everything else rows.row_M
+    h_2F, row_M = saved.h_R2F, None if rows.all_kept else rows.row_M
     if recipe.save == "input":
         x_MD = saved.x_XD.index_select(0, rows.source_M)
         h_2F, row_M = grouped_mm(x_MD, bank.gate_up_proj.transpose(1, 2), rows.offs_E), None

@@ -47,11 +47,6 @@ def moment_of(config: LRMoEConfig, *, step: int, microbatch: int) -> Moment:
     )
 
 
-def layer_in_words(name: str) -> str:
-    """A layer as errors and warnings begin with it; one that is itself the model has no name."""
-    return f"layer {name or 'of this model'}"
-
-
 class Call:
     """A running call of a module that contains layers.
 

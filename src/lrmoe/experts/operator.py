@@ -25,10 +25,9 @@ from lrmoe.config import (
     require_config,
     require_count,
 )
-from lrmoe.experts import activations
 from lrmoe.experts.backward import Saved, backward_pass
 from lrmoe.experts.compacted import Bank, Needs, Recipe, forward_rows
-from lrmoe.experts.layer_control import LayerControl, Moment, layer_in_words, moment_of
+from lrmoe.experts.layer_control import LayerControl, Moment, moment_of
 from lrmoe.experts.meter import Meter, Stopwatch
 from lrmoe.experts.validation import (
     ONCE,
@@ -39,6 +38,8 @@ from lrmoe.experts.validation import (
     check_same_position,
     check_same_routing,
 )
+from lrmoe.labels import layer_in_words
+from lrmoe.ops import activations
 from lrmoe.ops.autocast import without_autocast
 from lrmoe.ops.permute import count_per_expert, sort_by_expert, weighted_combine
 from lrmoe.recalibration import draws
@@ -74,7 +75,7 @@ def routed_experts(
         gate_up_proj: (E, 2F, D), gate rows first (or as ``activation`` says); may be a transposed view.
         down_proj: (E, D, F); may be a transposed view.
         config: default :class:`LRMoEConfig()`.
-        activation: see :mod:`lrmoe.experts.activations`.
+        activation: see :mod:`lrmoe.ops.activations`.
         gate_up_bias: (E, 2F) or None.
         down_bias: (E, D) or None.
         token_mask_T: bool, False for padding: computed in the forward, not counted in loads and quotas, and without

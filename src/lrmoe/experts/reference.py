@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.config import Remainder, RouterGrad
-from lrmoe.experts import activations
+from lrmoe.ops import activations
 
 
 def reference_experts(

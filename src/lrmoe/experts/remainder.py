@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lrmoe.experts.activations import Activation
+from lrmoe.ops.activations import Activation
 from lrmoe.ops.glu import blocks
 from lrmoe.ops.permute import count_per_expert
 from lrmoe.recalibration.norms import row_norms

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lrmoe.experts import activations
 from lrmoe.experts.stored_weights import whole_shape, why_unusable
+from lrmoe.ops import activations
 
 # An instance of a class decorated with `use_experts_implementation`; what it has is known by its attributes alone.
 Experts = Any
@@ -83,7 +83,7 @@ def weights(module: Experts) -> tuple[Tensor, Tensor]:
 
 
 def activation_of(module: Experts) -> str:
-    """The name, in :mod:`lrmoe.experts.activations`, of what the module's ``_apply_gate`` computes.
+    """The name, in :mod:`lrmoe.ops.activations`, of what the module's ``_apply_gate`` computes.
 
     Found by comparing numbers rather than class names: a class may override the gate, and the same class may take its
     activation from the config.

@@ -8,7 +8,6 @@ T tokens (B*S, batch-major), K choices, E experts, D model width, F expert width
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.integrations.moe import ExpertsInterface
 
-from lrmoe.experts.layer_control import LayerControl, Moment, exact_control
+from lrmoe.experts.layer_control import LayerControl
 from lrmoe.experts.operator import controlled_experts
-from lrmoe.hosting import layer_label
+from lrmoe.hosts.bound_experts import activation_name, control_of, moment_mask, read_activation
 from lrmoe.hosts.checkpointing import follow_recomputes
-from lrmoe.hosts.expert_modules import Experts, activation_of, gate_of, is_experts, weights, why_not
+from lrmoe.hosts.expert_modules import Experts, is_experts, weights, why_not
 from lrmoe.hosts.implementation import NAME, Switch, runs_before, runs_instead
 from lrmoe.hosts.per_expert_weights import hang_on
 from lrmoe.hosts.trainer_callback import RecalibrationCallback
+from lrmoe.labels import layer_label
 
 try:
     from lrmoe.hosts import transformers_ep
@@ -39,10 +39,6 @@ __all__ = ["HOST", "NAME", "RecalibrationCallback", "lrmoe_experts_forward", "se
 
 # Weights that these implementations have rewritten for their kernel cannot be read by another.
 _LOCKED = ("deepgemm_megamoe",)
-
-
-# Of models that are not attached, and of those in evaluation mode.
-_EXACT = exact_control("in evaluation or not attached")
 
 
 def lrmoe_experts_forward(self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -81,51 +77,6 @@ def lrmoe_experts_forward(self: Experts, hidden_states: Tensor, top_k_index: Ten
         token_mask_T=mask_T,
     )
     return out_TD.to(hidden_states.dtype)
-
-
-def moment_mask(control: LayerControl, moment: Moment) -> Tensor | None:
-    """The mask of the rows. With nothing to drop a host's experts keep its gradients, those of padding included."""
-    return moment.token_mask_T if control.config.drop > 0.0 else None
-
-
-def control_of(module: Experts) -> LayerControl:
-    """The control an expert module runs with now; in evaluation, or if it has none, that of the exact backward."""
-    control: LayerControl | None = getattr(module, "lrmoe_control", None)
-    if control is None and module.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        _warn_not_attached()
-    return _EXACT if control is None or not module.training else control
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def activation_name(module: Experts) -> str:
-    """The name of the module's activation, read off again where the module was given another one."""
-    if getattr(module, "_lrmoe_gate", None) != gate_of(module):
-        if problem := why_not(module):
-            raise ValueError(f'experts_implementation="{NAME}": {problem}')
-        _read_activation(module)
-    known: str = module._lrmoe_activation
-    return known
-
-
-def _read_activation(module: Experts) -> None:
-    module._lrmoe_activation = activation_of(module)
-    # What it was read off; in a tuple, which makes the activation no submodule of another name.
-    module._lrmoe_gate = gate_of(module)
-
-
-_warned = False
-
-
-def _warn_not_attached() -> None:
-    global _warned
-    if not _warned:
-        _warned = True
-        warnings.warn(
-            f'experts_implementation="{NAME}" trains with the exact backward because lrmoe.attach(model, config) was '
-            "not called for this model; call it to recalibrate the backward",
-            UserWarning,
-            stacklevel=2,
-        )
 
 
 class _Binding:
@@ -173,7 +124,7 @@ class _TransformersHost:
                     f"{label} was loaded with experts_implementation={implementation!r}, which cannot be switched; "
                     f'load the model with experts_implementation="{NAME}"'
                 )
-            _read_activation(module)
+            read_activation(module)
         return found
 
     def bind(self, model: nn.Module, controls: dict[str, LayerControl]) -> Callable[[], None]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
+from lrmoe.hosts.bound_experts import activation_name, control_of, moment_mask
 from lrmoe.hosts.expert_modules import EXPERT_PARALLEL, Experts, weights
 
 if TYPE_CHECKING:
@@ -64,9 +65,6 @@ class LRMoEExpertParallel(EPImplementation):  # type: ignore[misc]
         Raises:
             ValueError: if the module is attached and its config names another experts implementation.
         """
-        # Here, because hosts.transformers imports this module.
-        from lrmoe.hosts.transformers import activation_name, control_of, moment_mask
-
         module = self._experts
         if hasattr(module, "lrmoe_control") and (named := module.config._experts_implementation) != NAME:
             raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lrmoe.experts.activations import Activation
+from lrmoe.ops.activations import Activation
 from lrmoe.recalibration.norms import row_norms
 
 _BLOCK_ELEMENTS = 1 << 17

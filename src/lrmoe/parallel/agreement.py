@@ -21,16 +21,16 @@ from lrmoe.config import LRMoEConfig
 from lrmoe.experts.meter import is_recording
 from lrmoe.parallel.arguments import Tensors
 from lrmoe.parallel.collectives import Traffic
+from lrmoe.parallel.dispatcher import Exchange
 from lrmoe.parallel.layout import OwnPairs
-from lrmoe.parallel.meeting import CALL, PREFACE, REFUSED, Place, astray, exchange, lengthen, meet, same_call
-from lrmoe.parallel.transport import Line
+from lrmoe.parallel.meeting import CALL, PREFACE, REFUSED, Place, astray, gather_numbers, lengthen, meet, same_call
 
 _POLICY = "the state of the policy"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class CallSignature:
     """What has to be the same on all ranks, by the names under which a difference is reported."""
 
     width: int
@@ -57,7 +57,7 @@ class Terms:
         place: Place,
         drop: float,
         policy: int,
-    ) -> Terms:
+    ) -> CallSignature:
         """Those of a call, with products in ``dtype``; ``policy`` is a checksum of the state that the policy plans
         from."""
         return cls(
@@ -116,11 +116,11 @@ class Agreement:
         self._description = description
         self._met = False
 
-    def gather(self, line: Line, terms: Terms, own: OwnPairs, *, stale: bool) -> Loads:
+    def gather(self, exchange: Exchange, signature: CallSignature, own: OwnPairs, *, stale: bool) -> Loads:
         """:func:`gather_loads` of a call that this rank can make; before the first one, :func:`agree_on_engine`."""
-        return self._gather(line, terms, own.real_E, own.masked_E, stale=stale)
+        return self._gather(exchange, signature, own.real_E, own.masked_E, stale=stale)
 
-    def agree_on_moves(self, line: Line, moving: object, device: torch.device, *, refused: bool) -> None:
+    def agree_on_moves(self, exchange: Exchange, moving: object, device: torch.device, *, refused: bool) -> None:
         """Checks, before experts move, that they can on every rank, and that all ranks move the same.
 
         Args:
@@ -133,9 +133,11 @@ class Agreement:
                 or another rank makes a call instead.
             RankFailure: if a rank does not come.
         """
-        self._meet(line, device)
+        self._meet(exchange, device)
         numbers = torch.tensor([int(refused), zlib.crc32(repr(moving).encode())], dtype=torch.int64, device=device)
-        told = meet("moves", numbers, line.group, timeout_s=line.timeout_s, traffic=line.traffic, refuses=refused)
+        told = meet(
+            "moves", numbers, exchange.group, timeout_s=exchange.timeout_s, traffic=exchange.traffic, refuses=refused
+        )
         if refused:
             return
         if ranks := _ranks(told[:, 0] != 0):
@@ -150,7 +152,7 @@ class Agreement:
                 "state and like optimizers. Nothing has moved on any rank"
             )
 
-    def refuse(self, line: Line, error: Exception, x_TD: object) -> NoReturn:
+    def refuse(self, exchange: Exchange, error: Exception, x_TD: object) -> NoReturn:
         """Tells the other ranks, which already wait for this one's loads, and raises ``error``.
 
         Args:
@@ -159,28 +161,32 @@ class Agreement:
         device = x_TD.device if isinstance(x_TD, Tensor) else torch.device("cpu")
         nothing_E = torch.zeros(self._num_experts, dtype=torch.int64, device=device)
         try:
-            self._gather(line, None, nothing_E, nothing_E, stale=False)
+            self._gather(exchange, None, nothing_E, nothing_E, stale=False)
         except RuntimeError as other:
             raise error from other
         raise error
 
-    def _gather(self, line: Line, terms: Terms | None, real_E: Tensor, masked_E: Tensor, *, stale: bool) -> Loads:
-        self._meet(line, real_E.device)
+    def _gather(
+        self, exchange: Exchange, signature: CallSignature | None, real_E: Tensor, masked_E: Tensor, *, stale: bool
+    ) -> Loads:
+        self._meet(exchange, real_E.device)
         return gather_loads(
-            terms,
+            signature,
             real_E,
             masked_E,
-            line.group,
+            exchange.group,
             recording=is_recording(),
             stale=stale,
-            timeout_s=line.timeout_s,
-            traffic=line.traffic,
+            timeout_s=exchange.timeout_s,
+            traffic=exchange.traffic,
         )
 
-    def _meet(self, line: Line, device: torch.device) -> None:
+    def _meet(self, exchange: Exchange, device: torch.device) -> None:
         if not self._met:
-            agree_on_engine(self._description, line.group, device, timeout_s=line.timeout_s, traffic=line.traffic)
-            lengthen(line.group, _HEAD + 2 * self._num_experts)
+            agree_on_engine(
+                self._description, exchange.group, device, timeout_s=exchange.timeout_s, traffic=exchange.traffic
+            )
+            lengthen(exchange.group, _HEAD + 2 * self._num_experts)
             self._met = True
 
 
@@ -195,7 +201,7 @@ def describe_policy(policy: Policy) -> str:
 
 
 def gather_loads(
-    terms: Terms | None,
+    signature: CallSignature | None,
     real_E: Tensor,
     masked_E: Tensor,
     group: dist.ProcessGroup,
@@ -208,7 +214,7 @@ def gather_loads(
     """Everybody's loads, once everybody is known to make the same call.
 
     Args:
-        terms: None on a rank whose arguments are wrong; it raises its own error afterwards.
+        signature: None on a rank whose arguments are wrong; it raises its own error afterwards.
         real_E, masked_E: int64, this rank's pairs.
 
     Raises:
@@ -217,13 +223,13 @@ def gather_loads(
     """
     num_experts = real_E.numel()
     names = list(_NAMES)
-    preface = [REFUSED] + [0] * (PREFACE - 1) if terms is None else terms.place.preface()
-    own = [0] * len(names) if terms is None else list(terms.numbers().values())
+    preface = [REFUSED] + [0] * (PREFACE - 1) if signature is None else signature.place.preface()
+    own = [0] * len(names) if signature is None else list(signature.numbers().values())
     head = torch.tensor([*preface, int(recording), int(stale), *own], dtype=torch.int64, device=real_E.device)
     numbers = torch.cat([head, real_E, masked_E])
-    told = exchange(numbers, group, what="loads", timeout_s=timeout_s, traffic=traffic)[:, : numbers.numel()]
+    told = gather_numbers(numbers, group, what="loads", timeout_s=timeout_s, traffic=traffic)[:, : numbers.numel()]
     refused = _ranks(told[:, 0] == REFUSED)
-    if terms is not None:
+    if signature is not None:
         _expect_one_place(told)
         if refused:
             raise RuntimeError(
@@ -303,11 +309,11 @@ def _difference(name: str, value_G: list[int]) -> str:
 
 
 _NAMES = tuple(
-    Terms(
+    CallSignature(
         width=0, expert_width=0, dtype=torch.float32, activation="", config="", seed=0, drop=0.0, biases=(),
         gradients=(), policy=0,
         place=Place(trains=False, steered=False, known=False, layer=0, step=0, microbatch=0),
     ).numbers()
 )  # fmt: skip
-# What the call is, whether the rank records and has old weights; then the terms.
+# What the call is, whether the rank records and has old weights; then the signature.
 _HEAD = PREFACE + 2 + len(_NAMES)

@@ -11,11 +11,11 @@ from torch import Tensor
 from lrmoe.balance import get
 from lrmoe.balance.policy import Policy
 from lrmoe.config import require_count
-from lrmoe.experts import activations
 from lrmoe.experts.compacted import Bank
 from lrmoe.experts.operator import product_dtype
 from lrmoe.experts.stored_weights import require_usable
 from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode, check_not_transformed
+from lrmoe.ops import activations
 from lrmoe.parallel.weight_store import WeightStore
 
 

@@ -20,11 +20,12 @@ from lrmoe.experts.layer_control import LayerControl, Moment, moment_of
 from lrmoe.experts.meter import Meter
 from lrmoe.experts.operator import routing_fingerprint
 from lrmoe.experts.stored_weights import require_usable
-from lrmoe.parallel.agreement import Agreement, Terms, describe_policy
+from lrmoe.parallel.agreement import Agreement, CallSignature, describe_policy
 from lrmoe.parallel.arguments import Tensors, check_call, chosen_policy, member_group
 from lrmoe.parallel.balance_meter import BalanceMeter
-from lrmoe.parallel.call import Call
 from lrmoe.parallel.collectives import Traffic, all_reduce
+from lrmoe.parallel.dispatched import Dispatched
+from lrmoe.parallel.dispatcher import Exchange
 from lrmoe.parallel.home_store import HomeStore
 from lrmoe.parallel.layout import lay_out, sort_pairs
 from lrmoe.parallel.meeting import Place, meet
@@ -35,11 +36,10 @@ from lrmoe.parallel.plan_book import PlanBook
 from lrmoe.parallel.registered_layers import RegisteredLayers
 from lrmoe.parallel.remainder import GradientSums
 from lrmoe.parallel.sharded_store import ShardedStore
-from lrmoe.parallel.transport import Line
 from lrmoe.parallel.weight_store import WeightStore
 
 if TYPE_CHECKING:
-    from lrmoe.parallel.clock import PhaseClock
+    from lrmoe.parallel.phase_timer import PhaseTimer
 
 
 class ExpertParallel:
@@ -68,7 +68,7 @@ class ExpertParallel:
             ranks; where the other gradients are *averaged* over ranks, as DDP and FSDP do, give the number of ranks.
         timeout_s: seconds after which a collective gives up and names the ranks that did not come; None for the
             group's own timeout.
-        clock: times this rank's phases, see :mod:`lrmoe.parallel.clock`.
+        clock: times this rank's phases, see :mod:`lrmoe.parallel.phase_timer`.
 
     Attributes:
         group, rank, size: the group, this process's rank in it, and the number of ranks.
@@ -96,7 +96,7 @@ class ExpertParallel:
         config: LRMoEConfig | None = None,
         gradient_divisor: float = 1.0,
         timeout_s: float | None = None,
-        clock: PhaseClock | None = None,
+        clock: PhaseTimer | None = None,
     ) -> None:
         self.group = member_group(group)
         self.rank, self.size = self.group.rank(), self.group.size()
@@ -231,7 +231,7 @@ class ExpertParallel:
                 for name, value in (("step", step), ("layer", layer), ("microbatch", microbatch))
             )
         except ValueError as error:
-            self._agreement.refuse(self._line, error, x_TD)
+            self._agreement.refuse(self._exchange, error, x_TD)
         return self._run(
             Tensors(x_TD, topk_ids_TK, topk_weights_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T),
             self.config,
@@ -315,7 +315,7 @@ class ExpertParallel:
         if self._moving is None:
             self.policy.step()
         else:
-            self._moving.step(optimizers, self._line)
+            self._moving.step(optimizers, self._exchange)
         self._note_policy_state()
 
     def state_dict(self) -> dict[str, Any]:
@@ -346,8 +346,8 @@ class ExpertParallel:
             self._policy_state = self.policy.fingerprint()
 
     @property
-    def _line(self) -> Line:
-        return Line(self.group, self.timeout_s, self.traffic, self.clock)
+    def _exchange(self) -> Exchange:
+        return Exchange(self.group, self.timeout_s, self.traffic, self.clock)
 
     def _number(self, layer: int, gate_up_proj: Tensor) -> int:
         """The number under which the policy knows a layer: that of its registered parameters, else ``layer``."""
@@ -364,7 +364,7 @@ class ExpertParallel:
         self, tensors: Tensors, config: LRMoEConfig, moment: Moment, identity_3: Tensor, activation: str
     ) -> Tensor:
         """One call, from its arguments to its outputs."""
-        line = self._line
+        exchange = self._exchange
         seed, step, microbatch = moment.position_3.tolist()
         layer, handle, place = identity_3.tolist()
         drop_now = float(moment.drop_L[place])
@@ -374,7 +374,7 @@ class ExpertParallel:
             # In evaluation a layer has no meter, and another configuration than the engine.
             steered = handle != 0 or config is self.config
             own = sort_pairs(tensors.topk_ids_TK, tensors.token_mask_T, self.num_experts)
-            terms = Terms.of(
+            signature = CallSignature.of(
                 tensors,
                 activation,
                 config,
@@ -392,10 +392,10 @@ class ExpertParallel:
                 policy=self._policy_state,
             )
         except Exception as error:  # Whatever it is: the other ranks must not wait for this one.
-            self._agreement.refuse(line, error, tensors.x_TD)
+            self._agreement.refuse(exchange, error, tensors.x_TD)
         owned = tensors.owned.to(dtype)
-        loads = self._agreement.gather(line, terms, own, stale=self.store.is_stale(number, owned))
-        with line.phase("plan"):
+        loads = self._agreement.gather(exchange, signature, own, stale=self.store.is_stale(number, owned))
+        with exchange.phase("plan"):
             plan, first = self._book.plan(
                 loads.real_GE,
                 loads.masked_GE,
@@ -416,9 +416,9 @@ class ExpertParallel:
         # While nothing is dropped nothing is missing.
         remainder = config.remainder if drop_now > 0 else "none"
         completed = train and remainder == "mean"
-        call = Call(
+        dispatched = Dispatched(
             layout=layout,
-            line=line,
+            exchange=exchange,
             store=self.store,
             recipe=replace(Recipe.of(config, activation), remainder=remainder),
             load_E=plan.lam_GE.sum(0).to(tensors.x_TD.device),
@@ -434,4 +434,4 @@ class ExpertParallel:
             sums=GradientSums.of(plan, self.rank, banks, tensors.x_TD.device) if completed else None,
             sequence_T=moment.sequence_T,
         )
-        return run_experts(tensors.x_TD, tensors.topk_weights_TK, owned, tensors.token_mask_T, call)
+        return run_experts(tensors.x_TD, tensors.topk_weights_TK, owned, tensors.token_mask_T, dispatched)

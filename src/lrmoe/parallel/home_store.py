@@ -15,9 +15,8 @@ from torch import Tensor
 
 from lrmoe.balance.plan import Plan, home_ranks
 from lrmoe.experts.compacted import Bank
-from lrmoe.parallel.layout import Layout
-from lrmoe.parallel.transport import Line
-from lrmoe.parallel.weight_store import Shipping
+from lrmoe.parallel.dispatcher import Exchange
+from lrmoe.parallel.layout import Layout, Shipping
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class HomeStore:
         banks = [list(self.experts), own] if own else [list(self.experts)]
         return banks, shipping if any(replicas) else None
 
-    def gather(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
+    def gather(self, exchange: Exchange, layout: Layout, owned: Bank) -> Sequence[Bank]:
         """This rank's experts, and copies of others, bit for bit."""
         shipping = layout.shipping
         if shipping is None:
@@ -85,16 +84,16 @@ class HomeStore:
         # Freed before, not after: two layers' replicas would need the memory twice.
         self.bank = self._filled_for = None
         self.bank = Bank(
-            _copies(line, shipping, owned.gate_up_proj),
-            _copies(line, shipping, owned.down_proj),
-            None if owned.gate_up_bias is None else _copies(line, shipping, owned.gate_up_bias),
-            None if owned.down_bias is None else _copies(line, shipping, owned.down_bias),
+            _copies(exchange, shipping, owned.gate_up_proj),
+            _copies(exchange, shipping, owned.down_proj),
+            None if owned.gate_up_bias is None else _copies(exchange, shipping, owned.gate_up_bias),
+            None if owned.down_bias is None else _copies(exchange, shipping, owned.down_bias),
         )
         self._filled_for = layout
         # A rank without replicas sends all the same.
         return [owned, self.bank][: len(layout.banks)]
 
-    def gather_again(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
+    def gather_again(self, exchange: Exchange, layout: Layout, owned: Bank) -> Sequence[Bank]:
         """The same for a backward: nothing is sent where the slots still hold what this layout's forward put there.
 
         All ranks fill their slots in the same order, so all of them send or none does. What they hold is up to date:
@@ -102,9 +101,9 @@ class HomeStore:
         """
         if layout.shipping is not None and self.bank is not None and self._filled_for is layout:
             return [owned, self.bank][: len(layout.banks)]
-        return self.gather(line, layout, owned)
+        return self.gather(exchange, layout, owned)
 
-    def reduce(self, line: Line, layout: Layout, owned: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    def reduce(self, exchange: Exchange, layout: Layout, owned: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """The home gradient with those of the replicas added, in ascending order of their ranks."""
         gradient, shipping = parts[0], layout.shipping
         if shipping is None:
@@ -112,7 +111,7 @@ class HomeStore:
         assert isinstance(shipping, Replicas)
         replicas = parts[1] if len(parts) > 1 else gradient.new_empty(0, *owned.shape[1:])
         counts = [len(experts) for experts in shipping.weights_out]
-        arrived = line.exchange(replicas, shipping.weights_in, counts, "gradients of replicas home")
+        arrived = exchange.all_to_all(replicas, shipping.weights_in, counts, "gradients of replicas home")
         experts = sorted({e for out in shipping.weights_out for e in out})
         if not experts:
             return gradient
@@ -125,10 +124,10 @@ class HomeStore:
         return gradient.index_copy_(0, chosen, total.to(gradient.dtype))
 
 
-def _copies(line: Line, shipping: Replicas, weight: Tensor) -> Tensor:
+def _copies(exchange: Exchange, shipping: Replicas, weight: Tensor) -> Tensor:
     """(slots in use, ...): one weight of this rank's replicas."""
     chosen = torch.tensor([e for experts in shipping.weights_out for e in experts], dtype=torch.int64, device="cpu")
     rows = weight.detach().index_select(0, chosen.to(weight.device))
-    return line.exchange(
+    return exchange.all_to_all(
         rows, [len(experts) for experts in shipping.weights_out], shipping.weights_in, "weights to replicas"
     )

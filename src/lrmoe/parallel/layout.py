@@ -21,7 +21,10 @@ from torch import Tensor
 
 from lrmoe.balance.plan import Plan
 from lrmoe.ops.permute import count_per_expert, sort_by_expert
-from lrmoe.parallel.weight_store import Shipping
+
+
+class Shipping:
+    """How the ranks exchange weights and gradients in one layout; each weight store has its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +39,7 @@ class Layout:
         banks: of each bank of weights its instances and rows in host order.
         load_S, quota_S: int64, real rows of each instance and how many of them its backward keeps.
         first_S: int64, the place of the instance's first real row among all real pairs of its expert.
-        everything: no rank drops anything, and no rank has masked tokens.
+        all_kept: no rank drops anything, and no rank has masked tokens.
         shipping: how the ranks exchange weights and gradients; None where they need not.
     """
 
@@ -49,7 +52,7 @@ class Layout:
     load_S: Tensor
     quota_S: Tensor
     first_S: Tensor
-    everything: bool
+    all_kept: bool
     shipping: Shipping | None
 
 
@@ -153,7 +156,7 @@ def lay_out(
         load_S=plan.rows_EG[expert_S, rank].masked_fill(again_S, 0).to(device),
         quota_S=plan.quota_EG[expert_S, rank].masked_fill(again_S, 0).to(device),
         first_S=plan.rows_EG[expert_S, :rank].sum(1).to(device),
-        everything=torch.equal(plan.quota_EG, plan.rows_EG) and not bool(masked_GE.any()),
+        all_kept=torch.equal(plan.quota_EG, plan.rows_EG) and not bool(masked_GE.any()),
         shipping=shipping,
     )
 

@@ -33,7 +33,7 @@ _NAMED = {
     "metrics": "asks for global metrics (global_metrics)",
     "gradient norm": "takes the norm of all gradients (clip_grad_norm_, total_norm)",
     "engines": "makes the first call of an ExpertParallel",
-    "straggler clock": "reads a clock (PhaseClock.collect)",
+    "straggler clock": "reads a clock (PhaseTimer.collect)",
     "looking at what to save": "saves a checkpoint",
     "looking at the checkpoint": "loads a checkpoint",
 }
@@ -65,7 +65,7 @@ def lengthen(group: dist.ProcessGroup, numbers: int) -> None:
     _lengths[group] = max(_length(group), numbers)
 
 
-def exchange(
+def gather_numbers(
     numbers: Tensor, group: dist.ProcessGroup, *, what: str, timeout_s: float | None, traffic: Traffic | None
 ) -> Tensor:
     """What every rank says first, (G, n) on the CPU, kinds unchecked.
@@ -101,7 +101,7 @@ def meet(
     """
     label = struct.unpack("<4q", what.encode()[:32].ljust(32, b"\0"))
     preface = torch.tensor([_OTHER, *label], dtype=torch.int64, device=numbers.device)
-    told = exchange(torch.cat([preface, numbers]), group, what=what, timeout_s=timeout_s, traffic=traffic)
+    told = gather_numbers(torch.cat([preface, numbers]), group, what=what, timeout_s=timeout_s, traffic=traffic)
     if not refuses and len({tuple(row) for row in told[:, :PREFACE].tolist()}) > 1:
         raise RuntimeError(astray(told))
     return told[:, PREFACE : PREFACE + numbers.numel()]

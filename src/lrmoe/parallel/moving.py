@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lrmoe.balance.ownership import HistoryPolicy
 from lrmoe.parallel.agreement import Agreement
+from lrmoe.parallel.dispatcher import Exchange
 from lrmoe.parallel.expert_parameters import count_slots
 from lrmoe.parallel.placed_store import counted_slots, move
 from lrmoe.parallel.registered_layers import RegisteredLayers
-from lrmoe.parallel.transport import Line
 
 
 class MovingExperts:
@@ -32,7 +32,7 @@ class MovingExperts:
         self._registered = registered
         self._agreement = agreement
 
-    def step(self, optimizers: Sequence[torch.optim.Optimizer], line: Line) -> None:
+    def step(self, optimizers: Sequence[torch.optim.Optimizer], exchange: Exchange) -> None:
         """Lets the policy decide, and moves experts as it says. Communicates.
 
         Raises:
@@ -52,14 +52,16 @@ class MovingExperts:
         kinds = {layer: [(tuple(one.shape[1:]), one.dtype) for one in of_layer] for layer, of_layer in tensors.items()}
         try:
             # Even where nothing moves here: the others would wait for this rank, if its policy were another.
-            self._agreement.agree_on_moves(line, (moves, kinds), self._registered.device, refused=refusal is not None)
+            self._agreement.agree_on_moves(
+                exchange, (moves, kinds), self._registered.device, refused=refusal is not None
+            )
             if refusal is not None:
                 raise refusal
         except BaseException:
             self._policy.load_state_dict(before)
             raise
         for layer in moves:
-            move(line, self._rank, moves[layer], tensors[layer])
+            move(exchange, self._rank, moves[layer], tensors[layer])
             self.count_slots(layer)
 
     def count_slots(self, layer: int) -> None:

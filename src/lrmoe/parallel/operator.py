@@ -26,14 +26,14 @@ from lrmoe.experts.validation import ONCE, check_same_routing
 from lrmoe.ops.autocast import without_autocast
 from lrmoe.ops.permute import weighted_combine
 from lrmoe.parallel.backward import DistributedBackward
-from lrmoe.parallel.call import Call
+from lrmoe.parallel.dispatched import Dispatched
+from lrmoe.parallel.dispatcher import Dispatcher
 from lrmoe.parallel.layout import BankRows
 from lrmoe.parallel.remainder import counted_instances
-from lrmoe.parallel.transport import AllToAllTransport
 
 
 class RoutedExperts(torch.autograd.Function):
-    """(x_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T, call, path_0D) -> out_TD.
+    """(x_TD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T, dispatched, path_0D) -> out_TD.
 
     ``path_0D``: no row of ``x_TD``, whose graph is kept with the rest where ``x_TD`` itself is not.
     """
@@ -48,20 +48,23 @@ class RoutedExperts(torch.autograd.Function):
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
         token_mask_T: Tensor | None,
-        call: Call,
+        dispatched: Dispatched,
         path_0D: Tensor,
     ) -> Tensor:
         owned = Bank(gate_up_proj, down_proj, gate_up_bias, down_bias)
         on_cpu = x_TD.device.type == "cpu"
-        with Stopwatch(call.meter if call.train else None, "forward_seconds", on_cpu), without_autocast(x_TD.device):
+        with (
+            Stopwatch(dispatched.meter if dispatched.train else None, "forward_seconds", on_cpu),
+            without_autocast(x_TD.device),
+        ):
             out_TD, own_out_TD, y_LD, x_RD, h_parts, phi_root_R, means_SX = _forward(
-                x_TD, alpha_TK, owned, token_mask_T, call
+                x_TD, alpha_TK, owned, token_mask_T, dispatched
             )
-        ctx.call = call
-        if call.train:
+        ctx.dispatched = dispatched
+        if dispatched.train:
             ctx.save_for_backward(
                 x_RD, own_out_TD, y_LD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
-                *h_parts, phi_root_R, means_SX, call.layout.pair_L, call.fingerprint, path_0D,
+                *h_parts, phi_root_R, means_SX, dispatched.layout.pair_L, dispatched.fingerprint, path_0D,
             )  # fmt: skip
         ctx.set_materialize_grads(False)
         return out_TD
@@ -80,17 +83,17 @@ class RoutedExperts(torch.autograd.Function):
 
     @staticmethod
     def _backward(ctx: Any, grad_TD: Tensor | None, saved: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-        call: Call = ctx.call
+        dispatched: Dispatched = ctx.dispatched
         (
             x_RD, own_out_TD, y_LD, alpha_TK, gate_up_proj, down_proj, gate_up_bias, down_bias, token_mask_T,
             h_first, h_second, phi_root_R, means_SX, pair_L, fingerprint, _,
         ) = saved  # fmt: skip
-        check_same_routing(fingerprint, call.fingerprint)
+        check_same_routing(fingerprint, dispatched.fingerprint)
         if grad_TD is None:
             # Other ranks wait for this one's rows.
             grad_TD = own_out_TD.new_zeros(alpha_TK.shape[0], x_RD.shape[1])
         backward = DistributedBackward(
-            call=call,
+            dispatched=dispatched,
             needs=Needs(**dict(zip(Needs.__annotations__, ctx.needs_input_grad[:6], strict=True))),
             owned=Bank(gate_up_proj, down_proj, gate_up_bias, down_bias),
             alpha_TK=alpha_TK,
@@ -104,7 +107,7 @@ class RoutedExperts(torch.autograd.Function):
             pair_L=pair_L,
         )
         on_cpu = grad_TD.device.type == "cpu"
-        with Stopwatch(call.meter, "backward_seconds", on_cpu), without_autocast(grad_TD.device):
+        with Stopwatch(dispatched.meter, "backward_seconds", on_cpu), without_autocast(grad_TD.device):
             return (*backward.run(grad_TD.contiguous()), None, None, None)
 
 
@@ -120,7 +123,9 @@ class _DifferentiatedOnce(torch.autograd.Function):
         raise RuntimeError(ONCE)
 
 
-def run_experts(x_TD: Tensor, alpha_TK: Tensor, owned: Bank, token_mask_T: Tensor | None, call: Call) -> Tensor:
+def run_experts(
+    x_TD: Tensor, alpha_TK: Tensor, owned: Bank, token_mask_T: Tensor | None, dispatched: Dispatched
+) -> Tensor:
     """The outputs (T, D) of this rank's tokens, in their dtype; every rank has to call it, and run its backward.
 
     Args:
@@ -128,7 +133,7 @@ def run_experts(x_TD: Tensor, alpha_TK: Tensor, owned: Bank, token_mask_T: Tenso
         alpha_TK: their routing weights.
         owned: the weights that this rank owns, in the dtype of the products.
         token_mask_T: bool, which tokens are real; None for all.
-        call: all else.
+        dispatched: all else.
     """
     dtype = owned.gate_up_proj.dtype
     out_TD: Tensor = RoutedExperts.apply(  # type: ignore[no-untyped-call]
@@ -139,38 +144,38 @@ def run_experts(x_TD: Tensor, alpha_TK: Tensor, owned: Bank, token_mask_T: Tenso
         owned.gate_up_bias,
         owned.down_bias,
         token_mask_T,
-        call,
+        dispatched,
         x_TD[:0].clone(),
     )
     return out_TD.to(x_TD.dtype)
 
 
 def _forward(
-    x_TD: Tensor, alpha_TK: Tensor, owned: Bank, token_mask_T: Tensor | None, call: Call
+    x_TD: Tensor, alpha_TK: Tensor, owned: Bank, token_mask_T: Tensor | None, dispatched: Dispatched
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor], Tensor, Tensor]:
     """(out_TD, own_out_TD, y_LD, x_RD, h of each of two banks, phi_root_R, means_SX); own_out_TD and y_LD are empty
     where the router's gradient does not need them, h with save="input", means_SX where no remainder is wanted."""
-    layout, line, recipe = call.layout, call.line, call.recipe
-    transport = AllToAllTransport(line, layout)
+    layout, exchange, recipe = dispatched.layout, dispatched.exchange, dispatched.recipe
+    dispatcher = Dispatcher(exchange, layout)
     num_tokens, top_k = alpha_TK.shape
     pair_L = layout.pair_L
-    banks = call.store.gather(line, layout, owned)
-    with line.phase("dispatch"):
+    banks = dispatched.store.gather(exchange, layout, owned)
+    with exchange.phase("dispatch"):
         x_LD = x_TD.index_select(0, pair_L // top_k)
-    x_RD = transport.to_experts(x_LD, "tokens to experts")
+    x_RD = dispatcher.dispatch(x_LD, "tokens to experts")
     del x_LD
     counted_R = None
-    if call.train and recipe.remainder == "mean":
+    if dispatched.train and recipe.remainder == "mean":
         real_R = None
-        if call.masked:
+        if dispatched.masked:
             real_T = x_TD.new_ones(num_tokens, dtype=torch.bool) if token_mask_T is None else token_mask_T
-            real_R = transport.in_host_order(transport.to_experts(real_T[pair_L // top_k], "token masks to experts"))
+            real_R = dispatcher.in_host_order(dispatcher.dispatch(real_T[pair_L // top_k], "token masks to experts"))
         counted_R = counted_instances(layout, real_R)
-    with line.phase("forward experts"):
-        keep_h = call.train and recipe.save == "preactivation"
+    with exchange.phase("forward experts"):
+        keep_h = dispatched.train and recipe.save == "preactivation"
         parts = []
         for bank, part in zip(banks, layout.banks, strict=True):
-            rows_RD = transport.in_host_order(x_RD, part.rows)
+            rows_RD = dispatcher.in_host_order(x_RD, part.rows)
             parts.append(
                 forward_rows(
                     rows_RD,
@@ -178,7 +183,7 @@ def _forward(
                     part.offs_S,
                     recipe.activation,
                     live=rows_RD.shape[0],
-                    norms=call.train,
+                    norms=dispatched.train,
                     keep_h=keep_h,
                     counted_R=None if counted_R is None else _of_bank(counted_R, part),
                 )
@@ -191,9 +196,9 @@ def _forward(
         means_SX = torch.cat(means) if means else alpha_TK.new_empty(0)
         h_second = parts[1].h_R2F if len(parts) > 1 else parts[0].h_R2F.new_empty(0, parts[0].h_R2F.shape[1])
         h_parts = (parts[0].h_R2F, h_second)
-    y_LD = transport.to_tokens(y_RD, "outputs to tokens")
+    y_LD = dispatcher.combine(y_RD, "outputs to tokens")
     del y_RD, parts
-    with line.phase("combine"):
+    with exchange.phase("combine"):
         live = pair_L.numel()
         if live < num_tokens * top_k:
             # Pairs without an expert, which nothing was sent for.
@@ -205,10 +210,10 @@ def _forward(
             pair_N, y_ND = pair_L, y_LD
         out_TD = weighted_combine(y_ND, alpha_TK, pair_N, torch.tensor(live, device=pair_L.device))
     # The caller may change his output in place; only the sum rule reads it in the backward.
-    keep_out = call.train and recipe.router_grad == "sum_rule"
+    keep_out = dispatched.train and recipe.router_grad == "sum_rule"
     own_out_TD = out_TD.clone() if keep_out else out_TD.new_empty(0, out_TD.shape[1])
     # With the experts' outputs at home, the exact rule costs memory and no traffic.
-    keep_y = call.train and recipe.router_grad == "exact" and not layout.everything
+    keep_y = dispatched.train and recipe.router_grad == "exact" and not layout.all_kept
     kept_y_LD = y_LD if keep_y else y_LD.new_empty(0, y_LD.shape[1])
     return out_TD, own_out_TD, kept_y_LD, x_RD, h_parts, phi_root_R, means_SX
 

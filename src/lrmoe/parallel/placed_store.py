@@ -15,9 +15,8 @@ from torch import Tensor
 from lrmoe.balance.ownership import Move, Slots
 from lrmoe.balance.plan import Plan
 from lrmoe.experts.compacted import Bank
-from lrmoe.parallel.layout import Layout
-from lrmoe.parallel.transport import Line
-from lrmoe.parallel.weight_store import Shipping
+from lrmoe.parallel.dispatcher import Exchange
+from lrmoe.parallel.layout import Layout, Shipping
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +63,15 @@ class PlacedStore:
         placement = self._placement(layer)
         return [placement[self._rank]], _shared(placement, self._rank)
 
-    def gather(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
+    def gather(self, exchange: Exchange, layout: Layout, owned: Bank) -> Sequence[Bank]:
         """What is owned; nothing is sent."""
         return [owned]
 
-    def gather_again(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
+    def gather_again(self, exchange: Exchange, layout: Layout, owned: Bank) -> Sequence[Bank]:
         """What is owned; nothing is sent."""
         return [owned]
 
-    def reduce(self, line: Line, layout: Layout, owned: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    def reduce(self, exchange: Exchange, layout: Layout, owned: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """Each slot's gradient: the sum over all slots of its expert, added in ascending order of rank."""
         gradient, shipping = parts[0], layout.shipping
         if shipping is None:
@@ -84,7 +83,7 @@ class PlacedStore:
         going = torch.tensor([slot for slots in out for slot in slots], dtype=torch.int64, device=device)
         coming = torch.tensor([slot for slots in back for slot in slots], dtype=torch.int64, device=device)
         what = "gradients between slots"
-        arrived = line.exchange(gradient.index_select(0, going), out_sizes, back_sizes, what)
+        arrived = exchange.all_to_all(gradient.index_select(0, going), out_sizes, back_sizes, what)
         total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
         at = 0
         # A rank's share of an expert arrives once, so that no place comes twice in one addition.
@@ -93,14 +92,14 @@ class PlacedStore:
             total.index_add_(0, place, arrived[at : at + len(slots)].to(total.dtype))
             at += len(slots)
         summed = total.to(gradient.dtype)
-        returned = line.exchange(summed.index_select(0, coming), back_sizes, out_sizes, what)
+        returned = exchange.all_to_all(summed.index_select(0, coming), back_sizes, out_sizes, what)
         summed.index_copy_(0, going, returned)
         for slot, first in shipping.twins:
             summed[slot] = summed[first]
         return summed
 
 
-def move(line: Line, rank: int, moves: Sequence[Move], tensors: Sequence[Tensor]) -> None:
+def move(exchange: Exchange, rank: int, moves: Sequence[Move], tensors: Sequence[Tensor]) -> None:
     """Fills slots anew, in place: all of a layer's ``moves``, for each of its tensors (weights and optimizer state).
 
     Every rank has to call it with the same moves and its tensors in the same order.
@@ -109,7 +108,7 @@ def move(line: Line, rank: int, moves: Sequence[Move], tensors: Sequence[Tensor]
         moves: of one layer; all read what was there before any of them.
         tensors: (slots, ...) each.
     """
-    size = line.group.size()
+    size = exchange.group.size()
     # In the order of the moves on both sides, so that nothing has to say which row is which.
     out = [[m.source_slot for m in moves if m.source_rank == rank and m.target_rank == other] for other in range(size)]
     into = [[m.target_slot for m in moves if m.target_rank == rank and m.source_rank == other] for other in range(size)]
@@ -118,7 +117,7 @@ def move(line: Line, rank: int, moves: Sequence[Move], tensors: Sequence[Tensor]
         coming = torch.tensor([slot for slots in into for slot in slots], dtype=torch.int64, device=tensor.device)
         rows = tensor.detach().index_select(0, going)
         sizes = [len(slots) for slots in out], [len(slots) for slots in into]
-        arrived = line.exchange(rows, *sizes, "experts to new slots")
+        arrived = exchange.all_to_all(rows, *sizes, "experts to new slots")
         tensor.detach().index_copy_(0, coming, arrived)
 
 

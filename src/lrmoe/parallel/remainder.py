@@ -18,8 +18,8 @@ from torch import Tensor
 
 from lrmoe.balance.plan import Plan
 from lrmoe.experts.remainder import summed_gradients
+from lrmoe.parallel.dispatcher import Exchange
 from lrmoe.parallel.layout import Layout
-from lrmoe.parallel.transport import Line
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +59,24 @@ class GradientSums:
             [place_E[rows_E > 0].to(device) for rows_E in alloc_GEG[:, :, rank]],
         )
 
-    def exchange(
-        self, grad_TD: Tensor, alpha_TK: Tensor, token_mask_T: Tensor | None, pair_L: Tensor, line: Line, layout: Layout
+    def all_to_all(
+        self,
+        grad_TD: Tensor,
+        alpha_TK: Tensor,
+        token_mask_T: Tensor | None,
+        pair_L: Tensor,
+        exchange: Exchange,
+        layout: Layout,
     ) -> Tensor:
         """(S, D): the sum of alpha g over each instance's real rows, in the dtype of ``alpha_TK``. Communicates."""
-        with line.phase("sum gradients"):
+        with exchange.phase("sum gradients"):
             token_L = pair_L // alpha_TK.shape[1]
             if token_mask_T is not None:
                 pair_L = pair_L[token_mask_T[token_L]]
                 token_L = pair_L // alpha_TK.shape[1]
             sums_BD = summed_gradients(grad_TD, alpha_TK.reshape(-1)[pair_L], token_L, self.count_B)
         receive = [instance.numel() for instance in self.instances]
-        arrived = line.exchange(sums_BD, self.send, receive, "gradient sums to experts")
+        arrived = exchange.all_to_all(sums_BD, self.send, receive, "gradient sums to experts")
         grad_SD = sums_BD.new_zeros(layout.load_S.numel(), sums_BD.shape[1])
         # A rank sends an instance one row at most, so that no place comes twice in one addition.
         for instance, part in zip(self.instances, torch.split(arrived, receive), strict=True):

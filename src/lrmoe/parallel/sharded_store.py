@@ -15,9 +15,8 @@ from torch import Tensor
 
 from lrmoe.balance.plan import Plan
 from lrmoe.experts.compacted import Bank
-from lrmoe.parallel.layout import Layout
-from lrmoe.parallel.transport import Line
-from lrmoe.parallel.weight_store import Shipping
+from lrmoe.parallel.dispatcher import Exchange
+from lrmoe.parallel.layout import Layout, Shipping
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +118,7 @@ class ShardedStore:
         self._gatherings += 1
         return [experts_G[self._rank]], Gathered(experts_G, layer, self._gatherings)
 
-    def gather(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
+    def gather(self, exchange: Exchange, layout: Layout, owned: Bank) -> Sequence[Bank]:
         """Whole weights of this rank's experts, from all ranks; nothing is sent where all have them."""
         shipping = layout.shipping
         assert isinstance(shipping, Gathered)
@@ -134,19 +133,21 @@ class ShardedStore:
         del held
         width, expert_width = owned.gate_up_proj.shape[2], owned.down_proj.shape[2]
         bank = Bank(
-            self._whole(line, shipping, owned.gate_up_proj, 2 * expert_width),
-            self._whole(line, shipping, owned.down_proj, width),
-            None if owned.gate_up_bias is None else self._whole(line, shipping, owned.gate_up_bias, 2 * expert_width),
-            None if owned.down_bias is None else self._whole(line, shipping, owned.down_bias, width),
+            self._whole(exchange, shipping, owned.gate_up_proj, 2 * expert_width),
+            self._whole(exchange, shipping, owned.down_proj, width),
+            None
+            if owned.gate_up_bias is None
+            else self._whole(exchange, shipping, owned.gate_up_bias, 2 * expert_width),
+            None if owned.down_bias is None else self._whole(exchange, shipping, owned.down_bias, width),
         )
         self._held[shipping.layer] = _Held(shipping, bank, _origin(owned) if self._holds_weights else ())
         return [bank]
 
-    def gather_again(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
+    def gather_again(self, exchange: Exchange, layout: Layout, owned: Bank) -> Sequence[Bank]:
         """The same for a backward."""
-        return self.gather(line, layout, owned)
+        return self.gather(exchange, layout, owned)
 
-    def reduce(self, line: Line, layout: Layout, owned: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    def reduce(self, exchange: Exchange, layout: Layout, owned: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """This rank's part of each expert's gradient, from all that computed with it, in ascending order of rank."""
         shipping = layout.shipping
         assert isinstance(shipping, Gathered)
@@ -154,7 +155,7 @@ class ShardedStore:
         sizes = part_sizes(parts[0].shape[1], self._num_ranks)
         own = owned.shape[1]
         out = [part.reshape(-1, *rest) for part in torch.split(parts[0], sizes, dim=1)]
-        arrived = line.exchange(
+        arrived = exchange.all_to_all(
             torch.cat(out),
             [len(part) for part in out],
             [len(held) * own for held in experts],
@@ -168,14 +169,14 @@ class ShardedStore:
             at += len(held) * own
         return total.to(owned.dtype)
 
-    def _whole(self, line: Line, shipping: Gathered, part: Tensor, length: int) -> Tensor:
+    def _whole(self, exchange: Exchange, shipping: Gathered, part: Tensor, length: int) -> Tensor:
         """(experts of this rank, ``length``, ...), from the part (E, n_r, ...) that each rank owns."""
         experts, rest = shipping.experts_G, part.shape[2:]
         sizes = part_sizes(length, self._num_ranks)
         wanted = torch.tensor([e for held in experts for e in held], dtype=torch.int64, device=part.device)
         rows = part.detach().index_select(0, wanted).reshape(-1, *rest)
         count = len(experts[self._rank])
-        arrived = line.exchange(
+        arrived = exchange.all_to_all(
             rows,
             [len(held) * part.shape[1] for held in experts],
             [count * size for size in sizes],

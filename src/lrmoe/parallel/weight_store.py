@@ -15,20 +15,14 @@ What a rank *owns* are its parameters: tensors of one form in all three, (rows, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from lrmoe.balance.plan import Plan
 from lrmoe.experts.compacted import Bank
-
-if TYPE_CHECKING:
-    from lrmoe.parallel.layout import Layout
-    from lrmoe.parallel.transport import Line
-
-
-class Shipping:
-    """How the ranks exchange weights and gradients in one layout; each store has its own."""
+from lrmoe.parallel.dispatcher import Exchange
+from lrmoe.parallel.layout import Layout, Shipping
 
 
 class WeightStore(Protocol):
@@ -59,13 +53,13 @@ class WeightStore(Protocol):
             stale: what is kept has to be renewed, on some rank.
         """
 
-    def gather(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
+    def gather(self, exchange: Exchange, layout: Layout, owned: Bank) -> Sequence[Bank]:
         """The banks of ``layout``'s forward. Communicates."""
 
-    def gather_again(self, line: Line, layout: Layout, owned: Bank) -> Sequence[Bank]:
+    def gather_again(self, exchange: Exchange, layout: Layout, owned: Bank) -> Sequence[Bank]:
         """The same for its backward. Communicates, unless on all ranks the forward's are still there."""
 
-    def reduce(self, line: Line, layout: Layout, owned: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    def reduce(self, exchange: Exchange, layout: Layout, owned: Tensor, parts: Sequence[Tensor]) -> Tensor:
         """The gradient of one owned weight, from that of each bank; in fp32 or better and in a fixed order.
         Communicates.
 

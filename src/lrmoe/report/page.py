@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from lrmoe.experts.meter import NONFINITE
-from lrmoe.hosting import layer_label
+from lrmoe.labels import layer_label
 from lrmoe.report import comparison_sections, frame, overview, run_sections, sections
 from lrmoe.report.comparison import rows_of
 from lrmoe.report.frame import Frame, write_page

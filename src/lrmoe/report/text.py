@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import math
 
-from lrmoe.hosting import layer_label
+from lrmoe.labels import layer_label
 
 DASH = "–"
 MINUS = "−"

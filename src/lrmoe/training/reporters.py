@@ -21,8 +21,8 @@ from transformers.integrations import TensorBoardCallback
 
 from lrmoe import strict_json
 from lrmoe.experts.meter import BY_SEQUENCE, SHARES
-from lrmoe.hosting import layer_label
 from lrmoe.hosts.transformers import RecalibrationCallback
+from lrmoe.labels import layer_label
 from lrmoe.training.config import TrainConfig
 
 # Of runs in the services that sort them by project; W&B's own settings may name another.

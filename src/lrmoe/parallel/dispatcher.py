@@ -15,11 +15,11 @@ from lrmoe.parallel.collectives import Traffic, all_to_all_rows
 from lrmoe.parallel.layout import Layout
 
 if TYPE_CHECKING:
-    from lrmoe.parallel.clock import PhaseClock
+    from lrmoe.parallel.phase_timer import PhaseTimer
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Exchange:
     """The process group that a layer's rows travel in, and who watches them.
 
     ``timeout_s``: seconds after which a collective gives up, None for the group's own; ``traffic``: bytes by purpose;
@@ -29,9 +29,9 @@ class Line:
     group: dist.ProcessGroup
     timeout_s: float | None
     traffic: Traffic
-    clock: PhaseClock | None
+    clock: PhaseTimer | None
 
-    def exchange(self, rows: Tensor, send: list[int], receive: list[int], what: str) -> Tensor:
+    def all_to_all(self, rows: Tensor, send: list[int], receive: list[int], what: str) -> Tensor:
         """Rows (n, ...) to the ranks that ``send`` counts them for, and what arrives, by source rank."""
         arrived = all_to_all_rows(
             rows, send, receive, self.group, what=what, timeout_s=self.timeout_s, traffic=self.traffic
@@ -48,20 +48,20 @@ class Line:
         return nullcontext() if self.clock is None else self.clock.phase(name)
 
 
-class AllToAllTransport:
+class Dispatcher:
     """Carries rows of one layout. Tokens' rows lie in send order, experts' rows in host order."""
 
-    def __init__(self, line: Line, layout: Layout) -> None:
-        self._line = line
+    def __init__(self, exchange: Exchange, layout: Layout) -> None:
+        self._exchange = exchange
         self._layout = layout
 
-    def to_experts(self, rows: Tensor, what: str) -> Tensor:
+    def dispatch(self, rows: Tensor, what: str) -> Tensor:
         """(L, ...) in send order -> (R, ...) in *receive* order: what is kept for the backward is kept as it came."""
-        return self._line.exchange(rows, self._layout.send, self._layout.receive, what)
+        return self._exchange.all_to_all(rows, self._layout.send, self._layout.receive, what)
 
-    def to_tokens(self, rows: Tensor, what: str) -> Tensor:
+    def combine(self, rows: Tensor, what: str) -> Tensor:
         """(R, ...) in host order -> (L, ...) in send order."""
-        return self._line.exchange(self.in_receive_order(rows), self._layout.receive, self._layout.send, what)
+        return self._exchange.all_to_all(self.in_receive_order(rows), self._layout.receive, self._layout.send, what)
 
     def in_host_order(self, rows: Tensor, part: slice = slice(None)) -> Tensor:
         """Rows in receive order, put in host order; ``part`` of them alone are gathered."""
@@ -78,27 +78,27 @@ class AllToAllTransport:
         order_R = self._layout.order_R
         return row_M if order_R is None else order_R.index_select(0, row_M)
 
-    def agree_on_kept(self, row_M: Tensor | None) -> KeptTransport:
+    def agree(self, row_M: Tensor | None) -> KeptDispatcher:
         """Tells the tokens' ranks, in one byte a pair, which rows their experts keep.
 
         Args:
             row_M: int64, kept rows, ascending places in host order; None for all of all ranks, which everybody knows.
         """
-        layout, line = self._layout, self._line
+        layout, exchange = self._layout, self._exchange
         if row_M is None:
-            return KeptTransport(line, layout.send, layout.receive, None, layout.order_R)
+            return KeptDispatcher(exchange, layout.send, layout.receive, None, layout.order_R)
         num_rows = sum(layout.receive)
         place_M = self.received_place(row_M)
         kept_R = torch.zeros(num_rows, dtype=torch.uint8, device=row_M.device)
         kept_R[place_M] = 1
-        kept_L = line.exchange(kept_R, layout.receive, layout.send, "kept flags to tokens")
+        kept_L = exchange.all_to_all(kept_R, layout.receive, layout.send, "kept flags to tokens")
         # The only numbers that all-to-all needs on the host; nobody has to send them.
         send, receive = _sums(kept_L, layout.send), _sums(kept_R, layout.receive)
         rank_R = kept_R.cumsum(0, dtype=torch.int64) - 1
-        return KeptTransport(line, send, receive, kept_L.nonzero().squeeze(-1), rank_R.index_select(0, place_M))
+        return KeptDispatcher(exchange, send, receive, kept_L.nonzero().squeeze(-1), rank_R.index_select(0, place_M))
 
 
-class KeptTransport:
+class KeptDispatcher:
     """Carries the kept rows alone.
 
     Attributes:
@@ -106,24 +106,24 @@ class KeptTransport:
     """
 
     def __init__(
-        self, line: Line, send: list[int], receive: list[int], sent_M: Tensor | None, order_M: Tensor | None
+        self, exchange: Exchange, send: list[int], receive: list[int], sent_M: Tensor | None, order_M: Tensor | None
     ) -> None:
-        self._line = line
+        self._exchange = exchange
         self._send = send
         self._receive = receive
         self.sent_M = sent_M
         self._order_M = order_M
 
-    def to_experts(self, rows: Tensor, what: str) -> Tensor:
+    def dispatch(self, rows: Tensor, what: str) -> Tensor:
         """Kept rows in send order -> in host order."""
-        arrived = self._line.exchange(rows, self._send, self._receive, what)
+        arrived = self._exchange.all_to_all(rows, self._send, self._receive, what)
         return arrived if self._order_M is None else arrived.index_select(0, self._order_M)
 
-    def to_tokens(self, rows: Tensor, what: str) -> Tensor:
+    def combine(self, rows: Tensor, what: str) -> Tensor:
         """Kept rows in host order -> in send order."""
         if self._order_M is not None:
             rows = torch.empty_like(rows).index_copy_(0, self._order_M, rows)
-        return self._line.exchange(rows, self._receive, self._send, what)
+        return self._exchange.all_to_all(rows, self._receive, self._send, what)
 
 
 def _sums(flags: Tensor, sizes: list[int]) -> list[int]:

@@ -8,14 +8,14 @@ from torch import Tensor
 
 from lrmoe.experts.compacted import Recipe
 from lrmoe.experts.meter import Meter
+from lrmoe.parallel.dispatcher import Exchange
 from lrmoe.parallel.layout import Layout
 from lrmoe.parallel.remainder import GradientSums
-from lrmoe.parallel.transport import Line
 from lrmoe.parallel.weight_store import WeightStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class Dispatched:
     """Everything about one call that is no tensor with a gradient; the same on all ranks but for ``layout``.
 
     ``load_E``, ``quota_E``: int64, real pairs of all ranks for each expert and how many are kept; ``position``: (seed,
@@ -26,7 +26,7 @@ class Call:
     """
 
     layout: Layout
-    line: Line
+    exchange: Exchange
     store: WeightStore
     recipe: Recipe
     load_E: Tensor

@@ -1,23 +1,14 @@
-"""The MoE layers of a model, whoever brings them: LRMoE itself or, through an adapter, another library."""
+"""The MoE layers of a model, each with the host that brings it: LRMoE itself or an adapter to another library."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from torch import nn
 
 from lrmoe.experts.layer_control import LayerControl
-from lrmoe.experts.stored_weights import why_unusable
-from lrmoe.layer import ExpertsEngine, MoE
-
-
-def layer_label(name: str) -> str:
-    """How a layer is called where people read of it: by its module's name, which a model that is itself the layer does
-    not have. In keys it stays that name, the empty one."""
-    return name or "the model itself"
+from lrmoe.layer import ExpertsEngine
 
 
 class Host(Protocol):
@@ -49,8 +40,8 @@ class HostedLayers:
         ValueError: if there is none (listing what is there), or one that its host knows and cannot recalibrate.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        found = [(host, host.find(model)) for host in _hosts()]
+    def __init__(self, model: nn.Module, hosts: Iterable[Host]) -> None:
+        found = [(host, host.find(model)) for host in hosts]
         modules = {name: module for _, layers in found for name, module in layers.items()}
         if not modules:
             raise ValueError(_nothing_found(model))
@@ -87,59 +78,6 @@ class HostedLayers:
             if (engine := host_of[name].engine(module)) is not None:
                 engines.setdefault(id(engine), (engine, []))[1].append(place)
         return list(engines.values())
-
-
-class _OwnLayers:
-    """The host of :class:`lrmoe.MoE` layers."""
-
-    def find(self, model: nn.Module) -> dict[str, nn.Module]:
-        found: dict[str, nn.Module] = {}
-        for name, module in model.named_modules():
-            if isinstance(module, MoE):
-                if module.is_attached:
-                    raise ValueError(
-                        f"{name or 'the layer'} belongs to a model that already has a recalibrator; detach that one "
-                        "first"
-                    )
-                for part in ("router", "experts"):
-                    for key, weight in module.get_submodule(part).named_parameters(recurse=False):
-                        if problem := why_unusable(weight):
-                            raise ValueError(f"{layer_label(name)}: {part}.{key} {problem}")
-                found[name] = module
-        return found
-
-    def bind(self, model: nn.Module, controls: dict[str, LayerControl]) -> Callable[[], None]:
-        layers = [layer for name in controls if isinstance(layer := model.get_submodule(name), MoE)]
-        undo = _RestoreControls([(layer, layer.control) for layer in layers])
-        for layer, control in zip(layers, controls.values(), strict=True):
-            layer.hand(control)
-        return undo
-
-    def runs_instead(self, module: nn.Module) -> str | None:
-        return None
-
-    def engine(self, module: nn.Module) -> ExpertsEngine | None:
-        return module.experts.engine if isinstance(module, MoE) else None
-
-
-class _RestoreControls:
-    """The way back from :meth:`_OwnLayers.bind`. An object, not a closure: a model must stay picklable."""
-
-    def __init__(self, before: list[tuple[MoE, LayerControl]]) -> None:
-        self._before = before
-
-    def __call__(self) -> None:
-        for layer, control in self._before:
-            layer.hand(control)
-
-
-# Adapters are imported only when the library they adapt is already in use.
-_HOST_MODULES = {"transformers": "lrmoe.hosts.transformers"}
-
-
-def _hosts() -> list[Host]:
-    adapters = [importlib.import_module(path) for library, path in _HOST_MODULES.items() if library in sys.modules]
-    return [_OwnLayers(), *(adapter.HOST for adapter in adapters)]
 
 
 def _nothing_found(model: nn.Module) -> str:

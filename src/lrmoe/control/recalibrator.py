@@ -1,8 +1,7 @@
-"""Attaching the recalibrated backward to a model, and moving it along with training."""
+"""Moves the recalibrated backward of a model's layers along with training."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -10,65 +9,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lrmoe.calls import CallFollower
-from lrmoe.config import LRMoEConfig, require_config, require_count
+from lrmoe.config import LRMoEConfig, require_count
+from lrmoe.control.calls import CallFollower
+from lrmoe.control.guard import Guard, as_sums
+from lrmoe.control.hosted import HostedLayers
+from lrmoe.control.optimizers import hookable, innermost
 from lrmoe.evenness import mean_of_known
-from lrmoe.experts.layer_control import Clock, LayerControl, layer_in_words
+from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.experts.meter import BY_SEQUENCE, NONFINITE, NOTHING, SECONDS, SHARES, shares
+from lrmoe.experts.stepping import Stepping
 from lrmoe.experts.validation import check_not_transformed
-from lrmoe.guarding import Guard, as_sums
-from lrmoe.hosting import Host as Host
-from lrmoe.hosting import HostedLayers, layer_label
+from lrmoe.labels import layer_in_words, layer_label
 from lrmoe.layer import MoE
 from lrmoe.once import Once
 from lrmoe.recalibration.schedule import drop_at
-from lrmoe.stepping import Stepping
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def attach(
-    model: nn.Module,
-    config: LRMoEConfig | None = None,
-    *,
-    optimizer: torch.optim.Optimizer | None = None,
-    load_group: ProcessGroup | None = None,
-) -> Recalibrator:
-    """Recalibrates the backward of every MoE layer of ``model``.
-
-    Works on :class:`lrmoe.MoE` layers and, when Transformers is in use, on the expert modules of its MoE models.
-    Parameters, their names and the forward stay as they are.
-
-    Args:
-        model: any module that contains MoE layers.
-        config: the recalibration; default :class:`LRMoEConfig()`.
-        optimizer: if given, :meth:`Recalibrator.step` is called after each of its steps. Otherwise call it yourself,
-            once per optimizer step, or use the host's callback.
-        load_group: the ranks that train copies of the model on other tokens (all of them, or under expert parallelism
-            those with the same experts). Each :meth:`Recalibrator.step` then adds up, in collectives, their loads, so
-            that the selection biases of :class:`lrmoe.MoE` routers stay the same, and what their guards look at, so
-            that all ranks stop dropping in the same layers.
-
-    Raises:
-        ValueError: if no MoE layer is found (listing what is there), if one is found that cannot be recalibrated, or
-            if a recalibrator is already attached.
-    """
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    config = require_config(config)
-    if optimizer is not None:
-        optimizer = _hookable(optimizer)
-        _warn_if_foreign(optimizer, model)
-    for name, module in model.named_modules():
-        if vars(module).get("_lrmoe_recalibrator") is not None:
-            part = f"its part {name}" if name else "this model"
-            raise ValueError(f"{part} already has a recalibrator; call its detach() before attaching another")
-    return Recalibrator(model, config, optimizer, load_group)
-
-
 class Recalibrator:
-    """Moves all attached layers along with training. Made by :func:`attach`.
+    """Moves all attached layers along with training. Made by :func:`lrmoe.attach`.
 
     The microbatch within a step is counted by the model's own forward calls (training mode, gradients enabled);
     activation checkpointing does not call the model again, so a recompute draws what its forward drew.
@@ -87,11 +48,12 @@ class Recalibrator:
     def __init__(
         self,
         model: nn.Module,
+        hosted: HostedLayers,
         config: LRMoEConfig,
         optimizer: torch.optim.Optimizer | None,
         load_group: ProcessGroup | None = None,
     ) -> None:
-        self._hosted = HostedLayers(model)
+        self._hosted = hosted
         names = list(self._hosted.modules)
         self._config = config
         self._load_group = load_group
@@ -121,7 +83,7 @@ class Recalibrator:
 
     @property
     def config(self) -> LRMoEConfig:
-        """The configuration :func:`attach` was given, with the length of the run once that is known."""
+        """The configuration :func:`lrmoe.attach` was given, with the length of the run once that is known."""
         return self._config if self.clock.config.total_steps is None else self.clock.config
 
     def modules(self) -> dict[str, nn.Module]:
@@ -143,17 +105,17 @@ class Recalibrator:
     def is_following(self, optimizer: object) -> bool:
         """Whether it is this optimizer's steps, or those of one that it wraps, that move it on."""
         followed = self._stepping.optimizer
-        return followed is not None and _innermost(optimizer) is followed
+        return followed is not None and innermost(optimizer) is followed
 
     def follow(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Says which optimizer's steps move it on, instead of the one that :func:`attach` was given; None: you call
-        :meth:`step`.
+        """Says which optimizer's steps move it on, instead of the one that :func:`lrmoe.attach` was given; None: you
+        call :meth:`step`.
 
         Raises:
             ValueError: if the optimizer's steps cannot be followed.
         """
         if optimizer is not None:
-            optimizer = _hookable(optimizer)
+            optimizer = hookable(optimizer)
         if self._optimizer_hook is not None:
             self._optimizer_hook.remove()
         hook = None if optimizer is None else optimizer.register_step_post_hook(self._after_optimizer_step)
@@ -180,7 +142,7 @@ class Recalibrator:
 
         Where ranks share experts, or with a ``load_group``, they add up what the guard looks at: a collective.
 
-        An optimizer given to :func:`attach` does this already; a call besides is told and left out."""
+        An optimizer given to :func:`lrmoe.attach` does this already; a call besides is told and left out."""
         if self._stepping.is_second(counted=self.clock.microbatch >= 0):
             return
         self._step()
@@ -289,7 +251,7 @@ class Recalibrator:
         self.clock.set_exact(guard.exact)
 
     def detach(self) -> None:
-        """Gives the model back as it was before :func:`attach`."""
+        """Gives the model back as it was before :func:`lrmoe.attach`."""
         for handle in self._calls.handles:
             handle.remove()
         self.follow(None)
@@ -345,36 +307,6 @@ class Recalibrator:
                 "model with what it was switched to",
             )
         return instead
-
-
-def _hookable(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer whose own step runs: wrappers such as accelerate's have no hooks."""
-    inner = _innermost(optimizer)
-    if inner is None:
-        raise ValueError(
-            f"optimizer is {type(optimizer).__name__}, whose steps cannot be followed; leave it out and call the "
-            "recalibrator's step() after each of its steps"
-        )
-    return inner
-
-
-def _innermost(optimizer: Any) -> torch.optim.Optimizer | None:
-    while optimizer is not None and not hasattr(optimizer, "_optimizer_step_post_hooks"):
-        optimizer = getattr(optimizer, "optimizer", None)
-    return optimizer  # type: ignore[no-any-return]
-
-
-def _warn_if_foreign(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    # Not an error: an optimizer of fp32 master copies or flattened shards holds none of the model's own tensors either.
-    own = {id(parameter) for parameter in model.parameters()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(id(parameter) in own for parameter in held):
-        warnings.warn(
-            f"optimizer holds no parameter of this {type(model).__name__}; unless it updates copies of them, pass the "
-            "optimizer that trains this model",
-            UserWarning,
-            stacklevel=3,
-        )
 
 
 # What wrappers put in front of a module's name; a run may be resumed with or without them.

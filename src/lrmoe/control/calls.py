@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lrmoe.experts.layer_control import Call, Clock, layer_in_words
+from lrmoe.experts.layer_control import Call, Clock
 from lrmoe.experts.recompute import in_backward, region
 from lrmoe.experts.tokens import Tokens
+from lrmoe.labels import layer_in_words
 from lrmoe.once import Once
 
 _MASK = "attention_mask"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lrmoe.config import LRMoEConfig, require_count, require_number
-from lrmoe.hosting import layer_label
+from lrmoe.labels import layer_label
 from lrmoe.recalibration.guard import PAUSE, WINDOW, LayerState, Limit, Sums, after_window, limit_of, mean_share
 
 if TYPE_CHECKING:

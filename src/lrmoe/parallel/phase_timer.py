@@ -46,7 +46,7 @@ class PhaseTime:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """What :meth:`PhaseClock.collect` found, the same on all ranks.
+    """What :meth:`PhaseTimer.collect` found, the same on all ranks.
 
     Attributes:
         phases: computation, in order of first appearance.
@@ -114,10 +114,10 @@ class CriticalPath:
         return "\n".join([self.label, *lines])
 
 
-class PhaseClock:
+class PhaseTimer:
     """Times this rank's own work, phase by phase.
 
-        clock = PhaseClock(bytes_per_s=50e9)
+        clock = PhaseTimer(bytes_per_s=50e9)
         with clock.phase("experts forward"):
             ...
         clock.transfer("rows to experts", sent, received)
