@@ -341,7 +341,7 @@ def _train(cell: Cell, store: Path, *, keep: dict[int, Path], progress: Progress
             _save(model.state_dict(), keep[step])
         progress(f"train {cell.label} {cell.key[:4]}", step, record)
 
-    summary = train(prepared, progress=told, report=False)
+    summary = train(prepared, progress=told)
     if summary["diverged_at"] is not None:
         raise ValueError(f"the run in {folder} diverged at step {summary['diverged_at']}; lower lr={cell.config.lr}")
 

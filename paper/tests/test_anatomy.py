@@ -242,7 +242,7 @@ def test_a_probed_run_is_the_unprobed_run_bit_for_bit(
 ) -> None:
     out, _ = whole
     cell = regime("scratch", small().study).cell(UNGUARDED, 0)
-    train(prepare(replace(cell.config, threads=1), tmp_path / "run"), report=False)
+    train(prepare(replace(cell.config, threads=1), tmp_path / "run"))
     probed, plain = (
         load_weights(folder / "checkpoints" / "checkpoint-20").state_dict()
         for folder in (cell.folder(out / "cells"), tmp_path / "run")

@@ -21,7 +21,7 @@ def test_k1_k2(lam_GE: torch.Tensor, milliseconds: list[float], chosen: list[int
     found, latencies = shadows(lam_GE, policy.machine)
     assert found == chosen
     assert [round(1e3 * latency, 2) for latency in latencies] == milliseconds
-    assert policy.should_plan(lam_GE) == bool(chosen)
+    assert bool(policy.plan(lam_GE).num_replicas) == bool(chosen)
 
 
 def test_the_rows_of_a_shadow_stay_on_their_source() -> None:

@@ -90,7 +90,7 @@ def test_a_plan_says_who_hosts_what() -> None:
     assert plan.slots == ((), (0,), (0, 2), ())
     assert plan.rows_EG.sum(0).tolist() == [300, 240, 260, 200]
     assert (plan.num_replicas, plan.moved_rows) == (3, 210)
-    assert torch.equal(plan.quota, plan.rows_EG)
+    assert torch.equal(plan.quota_EG, plan.rows_EG)
 
 
 def test_alloc_adds_up_to_loads_and_rows() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lrmoe.balance import get
 from lrmoe.balance.ownership import even_rows, slot_counts
-from lrmoe.balance.symi import SYMI, dropped, place, slot_shares
+from lrmoe.balance.symi import SYMI, place, slot_shares
 
 S2 = [900, 60, 30, 10]
 
@@ -37,11 +37,6 @@ def test_s1_s2_s4(
     assert policy.placement(3) == placement
     plan = policy.plan(loads(popularity), layer=3).validate(slots, ownership="sharded")
     assert plan.rows_EG.sum(0).tolist() == rows
-
-
-def test_s2_with_the_capacity_of_the_paper_drops_275_pairs() -> None:
-    assert dropped(S2, slot_shares(S2, 8), 1.0) == 275
-    assert dropped([500, 250, 125, 125], [4, 2, 1, 1], 1.0) == 0
 
 
 def test_shares_follow_the_exact_fractions() -> None:

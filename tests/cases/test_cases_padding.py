@@ -57,9 +57,9 @@ def test_case_07_and_N4_a_mask_keeps_padding_out_of_loads_and_quotas() -> None:
     kept_TK = with_mask.kept_TK.view(2, 8, 2)
     assert int(kept_TK.sum()) == 5
     assert not kept_TK[~mask].any()
-    meter = moe.control.meter.read()
-    assert meter is not None
-    assert sum(meter["load"]) == 10 + 32
+    totals = moe.control.meter.totals()
+    assert totals is not None
+    assert sum(totals["load"]) == 10 + 32
 
 
 def test_case_N4_quotas_are_shares_of_real_pairs() -> None:

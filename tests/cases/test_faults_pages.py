@@ -16,6 +16,7 @@ from study_rows import rows_of
 from lrmoe.balance import get
 from lrmoe.cli import main
 from lrmoe.parallel.balance_meter import BalanceMeter
+from lrmoe.report import write_report
 from lrmoe.report.verdicts import Verdict, advice
 from lrmoe.studies import ablation, schedules, study_run
 from lrmoe.studies.balance_config import BalanceConfig
@@ -72,7 +73,7 @@ def test_w1_a_played_run_without_a_pair_is_said_to_be_none(tmp_path: Path) -> No
     summary = run_replay(config, tmp_path / "out").summary()
     assert any("there is no load" in line for line in describe(summary))
     assert all(record["forward_mean"] is None for record in summary["policies"])
-    assert "There is no load" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "There is no load" in write_report(tmp_path / "out").read_text(encoding="utf-8")
 
 
 def test_w1_one_rank_has_nothing_to_balance(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,7 +142,7 @@ def test_w8_the_model_and_the_hardware_change_the_threshold(tmp_path: Path) -> N
     assert default != crossovers(hardware="a100")
     assert default != crossovers(expert_dim=256)
     said = balance(BalanceConfig(skew=2.0, tokens=64, model="glm-4.5-air", hardware="a100"), tmp_path / "out").notes
-    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    page = write_report(tmp_path / "out").read_text(encoding="utf-8")
     for words in ("\n".join(said), page):
         assert "glm-4.5-air, 4096 x 1408, 8 a token, on A100" in words
 

@@ -171,8 +171,9 @@ def test_s7_one_backward_that_is_not_finite_leaves_the_shares_of_the_others(plac
     bad[place] = value
     for numbers in ([8.0, 6.0, 1.0], bad, [2.0, 2.0, 0.5]):
         meter.add(_stats(*numbers))
-    found = meter.read()
-    assert found is not None
+    totals = meter.totals()
+    assert totals is not None
+    found = shares(totals)
     assert found["kept_importance_share"] == 0.8
     assert found["variance_share"] == 0.15
     assert (found["backwards"], found["nonfinite_backwards"]) == (3, 1)
@@ -198,11 +199,12 @@ def test_s7_where_nothing_was_finite_the_shares_are_unknown_and_not_whole() -> N
     # Nothing that had importance, and nothing lost: exact, as it always read.
     meter = Meter()
     meter.add(_stats(0.0, 0.0, 0.0))
-    read = meter.read()
-    assert read is not None
+    totals = meter.totals()
+    assert totals is not None
+    read = shares(totals)
     assert (read["kept_importance_share"], read["variance_share"]) == (1.0, 0.0)
     meter.reset()
-    assert meter.read() is None
+    assert meter.totals() is None
 
 
 def test_s7_an_interval_with_a_skipped_step_reads_as_one_without_it() -> None:

@@ -32,9 +32,6 @@ class RandomPlans(ExactPolicy):
         self.calls = 0
         self.observed: list[int] = []
 
-    def should_plan(self, lam_GE: Tensor) -> bool:
-        return True
-
     def observe(self, lam_GE: Tensor, *, layer: int) -> None:
         self.observed.append(layer)
 
@@ -138,9 +135,6 @@ class GivenPlans(ExactPolicy):
     ) -> None:
         self.plans, self.slots, self.without_quota = plans, slots, without_quota
         self.calls = 0
-
-    def should_plan(self, lam_GE: Tensor) -> bool:
-        return True
 
     def plan(self, lam_GE: Tensor, *, drop: float = 0.0, quota: Quota = "expert", layer: int = 0) -> Plan:
         lam_GE = require_loads(lam_GE)

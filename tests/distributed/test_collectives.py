@@ -103,7 +103,7 @@ def count(group: dist.ProcessGroup) -> dict[str, Any]:
         "empty": all_gather_counts(torch.arange(0), group, what="nothing", traffic=traffic),
         "json": all_gather_json({"rank": rank, "text": "α" * rank, "list": [1.5] * rank}, group, what="json"),
         "bytes": traffic.bytes,
-        "total": traffic.total,
+        "total": sum(traffic.bytes.values()),
     }
 
 

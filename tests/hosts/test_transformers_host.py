@@ -90,7 +90,7 @@ def test_a_bfloat16_model_trains() -> None:
 
 
 def test_the_name_alone_gives_the_exact_backward_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_warned", False)
+    monkeypatch.setattr("lrmoe.hosts.bound_experts._warned", False)
     _, expected = gradients(build("qwen3_moe"), batch())
     model = build("qwen3_moe", implementation="lrmoe")
     with pytest.warns(UserWarning, match=r"lrmoe\.attach\(model, config\) was not called"):
@@ -102,13 +102,13 @@ def test_the_name_alone_gives_the_exact_backward_and_says_so_once(monkeypatch: p
 
 
 def test_models_of_different_widths_share_the_exact_control(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_warned", True)
+    monkeypatch.setattr("lrmoe.hosts.bound_experts._warned", True)
     for architecture in ("qwen3_moe", "glm4_moe", "gpt_oss"):
         gradients(build(architecture, implementation="lrmoe"), batch())
 
 
 def test_inference_needs_no_attach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_warned", False)
+    monkeypatch.setattr("lrmoe.hosts.bound_experts._warned", False)
     model = build("olmoe", implementation="lrmoe").eval()
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error")
@@ -325,7 +325,7 @@ def test_training_without_calling_the_attached_model_is_noticed() -> None:
 
 @pytest.mark.parametrize("before", ["eager", "grouped_mm", "lrmoe"])
 def test_detach_restores_the_model(before: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_warned", True)
+    monkeypatch.setattr("lrmoe.hosts.bound_experts._warned", True)
     model = build("gpt_oss", implementation=before)
     expected = gradients(model, batch())
     recal = lrmoe.attach(model, DROP)

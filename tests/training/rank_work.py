@@ -102,5 +102,5 @@ def train_all(world: World, runs: list[tuple[Any, Path, dict[str, Any]]]) -> int
                 cut(source, out, step=2)
             world.barrier()
             options["resume"] = True
-        train(prepare(config, out, world=world, **options), report=False)
+        train(prepare(config, out, world=world, **options))
     return 0

@@ -68,7 +68,7 @@ def test_variants_are_paired_and_the_table_says_how_they_differ(short: TrainConf
     assert half["backward_ratio"] > 0
     assert half["saved_bytes"] == base["saved_bytes"] > 0
     names = {path.name for path in out.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "summary.json", "table.md", "report.html", "runs"}
+    assert names == {"config.json", "metrics.jsonl", "summary.json", "table.md", "runs"}
     assert json.loads((out / "summary.json").read_text()) == summary
     lines = read_records(out / "metrics.jsonl")
     assert len(lines) == 2 * 2 * 4

@@ -136,8 +136,8 @@ def told(whole: TrainConfig, tmp_path_factory: pytest.TempPathFactory, stand_ins
     for name in ("wandb", "trackio"):
         stand_ins(name).calls.clear()
     with pytest.raises(Killed):
-        train(prepare(whole, out), progress=kill, report=False)
-    train(prepare(whole, out, resume=True), report=False)
+        train(prepare(whole, out), progress=kill)
+    train(prepare(whole, out, resume=True))
     # The tests that follow see what this run told, and tell more.
     for name in ("wandb", "trackio"):
         package = stand_ins(name)

@@ -140,7 +140,7 @@ def test_case_58_a_run_records_every_microbatch_it_trains_on(
 ) -> None:
     """Loads that do not add up to tokens times choices, per layer and rank, were counted twice or in part."""
     config = tiny(trace=True, batch=2, grad_accum=2, log_every=2, eval_every=2, gradient_checkpointing=checkpointing)
-    train(prepare(config, tmp_path / "run"), report=False)
+    train(prepare(config, tmp_path / "run"))
     trace = read_trace(tmp_path / "run")
     places = [(step, microbatch, layer) for step in range(6) for microbatch in range(2) for layer in range(2)]
     assert list(zip(trace.step_N.tolist(), trace.microbatch_N.tolist(), trace.layer_N.tolist(), strict=True)) == places
@@ -164,20 +164,20 @@ def test_recording_changes_nothing_and_a_resumed_run_records_the_same(tiny: Make
             raise Killed
 
     config = tiny(trace=True)
-    train(prepare(config, tmp_path / "whole"), report=False)
-    train(prepare(tiny(), tmp_path / "without"), report=False)
+    train(prepare(config, tmp_path / "whole"))
+    train(prepare(tiny(), tmp_path / "without"))
     losses = [[record["loss"] for record in records_of(tmp_path / name)] for name in ("whole", "without")]
     assert losses[0] == losses[1]
     assert not (tmp_path / "without" / "trace").exists()
     cut = tmp_path / "cut"
     with pytest.raises(Killed):
-        train(prepare(config, cut), progress=kill, report=False)
+        train(prepare(config, cut), progress=kill)
     assert read_trace(cut).step_N.max() == 4
-    train(prepare(config, cut, resume=True), report=False)
+    train(prepare(config, cut, resume=True))
     one, other = read_trace(tmp_path / "whole"), read_trace(cut)
     assert np.array_equal(one.lam_NGE, other.lam_NGE)
     assert np.array_equal(one.step_N, other.step_N)
     with pytest.raises(ValueError, match="was begun with trace=True, now False"):
         prepare(tiny(), cut, resume=True)
-    train(prepare(tiny(steps=2, eval_every=2), cut, overwrite=True), report=False)
+    train(prepare(tiny(steps=2, eval_every=2), cut, overwrite=True))
     assert not (cut / "trace").exists()

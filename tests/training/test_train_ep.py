@@ -89,7 +89,7 @@ def runs(
     }
     for name in ("exact", "pps", "small parts"):
         alone = TrainConfig.from_dict({**configs[name].to_dict(), "ep": 1})
-        train(prepare(alone, folder / f"one-{name}"), report=False)
+        train(prepare(alone, folder / f"one-{name}"))
     jobs: list[Any] = [(config, folder / name, {}) for name, config in configs.items()]
     jobs.append((configs["pps"], folder / "resumed", {"cut_from": folder / "pps"}))
     jobs.append((configs["exact"], folder / "from one", {"cut_from": folder / "one-exact"}))
@@ -222,7 +222,7 @@ def test_run_over_two_continues_in_one_process(runs: Runs, tmp_path: Path) -> No
     folder, configs = runs
     cut(folder / "exact", tmp_path / "run", step=2)
     alone = TrainConfig.from_dict({**configs["exact"].to_dict(), "ep": 1})
-    train(prepare(alone, tmp_path / "run", resume=True), report=False)
+    train(prepare(alone, tmp_path / "run", resume=True))
     for one, two in zip(records(tmp_path / "run"), records(folder / "exact"), strict=True):
         assert two["loss"] == pytest.approx(one["loss"], abs=1e-5)
     assert furthest(weights(tmp_path / "run"), weights(folder / "exact")) < 1e-4

@@ -35,7 +35,7 @@ class Killed(Exception):
 
 def run(config: TrainConfig, out: Path, **options: Any) -> dict[str, Any]:
     progress = options.pop("progress", None)
-    return train(prepare(config, out, **options), progress=progress, report=False)
+    return train(prepare(config, out, **options), progress=progress)
 
 
 def without_seconds(value: Any) -> Any:
@@ -48,12 +48,12 @@ def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(out / "checkpoints" / f"checkpoint-{step}" / "model.safetensors")
 
 
-def test_run_leaves_records_checkpoint_summary_and_report(tiny: MakeConfig, tmp_path: Path) -> None:
+def test_run_leaves_records_checkpoint_and_summary(tiny: MakeConfig, tmp_path: Path) -> None:
     config, out = tiny(), tmp_path / "run"
     seen: list[int] = []
     summary = train(prepare(config, out), progress=lambda step, record: seen.append(step))
     names = {path.name for path in out.iterdir()}
-    assert names == {"config.json", "metrics.jsonl", "summary.json", "report.html", "checkpoints", "tensorboard"}
+    assert names == {"config.json", "metrics.jsonl", "summary.json", "checkpoints", "tensorboard"}
     records = read_records(out / "metrics.jsonl")
     assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
     assert [record["step"] for record in records if "eval_loss" in record] == [3, 6]

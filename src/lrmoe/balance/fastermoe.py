@@ -66,10 +66,6 @@ class FasterMoE(ExactPolicy):
         """The latency model of these options."""
         return Machine(self.dim, self.ratio, self.flops, self.bandwidth / self.bytes)
 
-    def should_plan(self, lam_GE: Tensor) -> bool:
-        """Whether any shadow is worth it."""
-        return bool(shadows(require_loads(lam_GE), self.machine)[0])
-
     def plan(self, lam_GE: Tensor, *, drop: float = 0.0, quota: Quota = "expert", layer: int = 0) -> Plan:
         """The plan with the shadows. See :meth:`lrmoe.balance.policy.Policy.plan`."""
         lam_GE = require_loads(lam_GE)

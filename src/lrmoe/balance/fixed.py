@@ -26,10 +26,6 @@ class Fixed(ExactPolicy):
         self.slots = 0
         self.capacity = require_capacity(capacity)
 
-    def should_plan(self, lam_GE: Tensor) -> bool:
-        """Never."""
-        return False
-
     def plan(self, lam_GE: Tensor, *, drop: float = 0.0, quota: Quota = "expert", layer: int = 0) -> Plan:
         """All rows at home. See :meth:`lrmoe.balance.policy.Policy.plan`."""
         lam_GE = require_loads(lam_GE)

@@ -66,12 +66,6 @@ class LRMoE(ExactPolicy):
         self.min_keep = _require("min_keep", min_keep, 0.0, 1.0)
         self.threshold = _require("threshold", threshold, 1.0, math.inf)
 
-    def should_plan(self, lam_GE: Tensor) -> bool:
-        """Whether a rank's home demand, nothing dropped, is above the capacity, or ``threshold`` times the mean."""
-        load_E = require_loads(lam_GE).sum(0).tolist()
-        home = self._placement(load_E, load_E, len(lam_GE))
-        return self.slots > 0 and self._uneven(home)
-
     def plan(self, lam_GE: Tensor, *, drop: float = 0.0, quota: Quota = "expert", layer: int = 0) -> Plan:
         """The plan for these loads. See :meth:`lrmoe.balance.policy.Policy.plan`."""
         lam_GE = require_loads(lam_GE)

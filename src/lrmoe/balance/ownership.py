@@ -107,10 +107,6 @@ class HistoryPolicy:
         """What the last :meth:`step` changed, in ascending order of layer, target rank and slot."""
         return list(self._moves)
 
-    def should_plan(self, lam_GE: Tensor) -> bool:
-        """Always: it is the placement that says where rows go."""
-        return True
-
     def observe(self, lam_GE: Tensor, *, layer: int) -> None:
         """Remembers the loads of a planned training forward."""
         lam_GE = self._loads(lam_GE)

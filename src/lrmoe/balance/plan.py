@@ -59,11 +59,6 @@ class Plan:
     route: Callable[[], Tensor] | None = None
 
     @property
-    def quota(self) -> Tensor:
-        """(E, G): ``quota_EG``."""
-        return self.quota_EG
-
-    @property
     def alloc(self) -> Tensor:
         """(G, E, G): how many rows of source rank s for expert e go to rank d.
 

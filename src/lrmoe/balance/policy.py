@@ -32,9 +32,6 @@ class Policy(Protocol):
     def observe(self, lam_GE: Tensor, *, layer: int) -> None:
         """Told of the loads of each planned training forward; for policies that plan from history."""
 
-    def should_plan(self, lam_GE: Tensor) -> bool:
-        """Whether the loads are uneven enough for replicas; where False, :meth:`plan` leaves all rows at home."""
-
     def plan(self, lam_GE: Tensor, *, drop: float = 0.0, quota: Quota = "expert", layer: int = 0) -> Plan:
         """The plan for these loads.
 

@@ -24,7 +24,7 @@ class SYMI(HistoryPolicy):
     Known limits: it is one step late, so that a hot spot that moves every step gets its slots when it is gone; every
     expert needs a slot, which with about as many experts as slots leaves nothing to give away; equal shares a slot,
     in whole ranks, do not level the ranks (a load of 1.2 times the mean is common). The paper drops forward pairs above
-    a slot's capacity, see :func:`dropped`; here every row is computed.
+    a slot's capacity; here every row is computed.
 
     Args:
         slots: experts a rank holds, in total (not on top of its own). The paper's setting has 4 (16 experts, 16 GPUs).
@@ -92,9 +92,3 @@ def place(count_E: Sequence[int], slots: int) -> Slots:
     """The experts' slots one after another, cut into ranks of ``slots``."""
     line = [expert for expert, count in enumerate(count_E) for _ in range(count)]
     return tuple(tuple(line[at : at + slots]) for at in range(0, len(line), slots))
-
-
-def dropped(load_E: Sequence[int], count_E: Sequence[int], capacity_factor: float = 1.0) -> int:
-    """Forward pairs that the paper's setting drops: those above ``capacity_factor`` times the mean load of a slot."""
-    slot = capacity_factor * sum(load_E) / sum(count_E)
-    return sum(max(load - int(slot * count), 0) for load, count in zip(load_E, count_E, strict=True))

@@ -58,11 +58,6 @@ class UltraEP(ExactPolicy):
         self.fast_path = fast_path
         self.capacity = require_capacity(capacity)
 
-    def should_plan(self, lam_GE: Tensor) -> bool:
-        """Wherever a rank has more than the mean load, rounded up: UltraEP has no threshold of its own."""
-        home = HomeLoads.of(require_loads(lam_GE))
-        return self.slots > 0 and home.most > home.mean
-
     def plan(self, lam_GE: Tensor, *, drop: float = 0.0, quota: Quota = "expert", layer: int = 0) -> Plan:
         """The plan on the exact loads. See :meth:`lrmoe.balance.policy.Policy.plan`."""
         lam_GE = require_loads(lam_GE)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_args
 
 from lrmoe.balance.shapes import SHAPES, WORKLOADS
 from lrmoe.commands.options import add_fields, add_out, need, only_of
+from lrmoe.commands.pages import write_page
 from lrmoe.config import Quota
 from lrmoe.problems import Problems
 from lrmoe.studies.balance_config import BalanceConfig
@@ -54,7 +55,7 @@ def run(given: dict[str, Any]) -> int:
         )
     console.print("\n".join(result.notes), markup=False)
     if out is not None:
-        console.print(f"report: {out / 'report.html'}", markup=False)
+        write_page(out)
     return 0
 
 
@@ -77,7 +78,7 @@ def _replay(given: dict[str, Any], out: Path | None, overwrite: bool) -> int:
     print_table(HEADINGS, [cells(record) for record in summary["policies"]], NOTE)
     console.print("\n".join(summary["notes"]), markup=False)
     if out is not None:
-        console.print(f"report: {out / 'report.html'}", markup=False)
+        write_page(out)
     return 0
 
 

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from lrmoe.commands.options import integers, need
+from lrmoe.commands.pages import write_page
 from lrmoe.commands.run_options import (
     EXTRA,
     add_recalibration_options,
@@ -89,5 +90,6 @@ def run(given: dict[str, Any]) -> int:
         summary = compare(prepared, progress=steps)
     rows = summary["rows"]
     print_table(HEADINGS, [cells(row) for row in rows], summary["note"])
-    console.print(f"table:  {out / 'table.md'}\nreport: {out / 'report.html'}", markup=False)
+    console.print(f"table:  {out / 'table.md'}", markup=False)
+    write_page(out)
     return 0

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from lrmoe.commands.options import add_fields, add_out, need
+from lrmoe.commands.pages import write_page
 from lrmoe.config import Quota
 from lrmoe.studies.paper_config import read_settings
 from lrmoe.studies.plan_config import PlanConfig
@@ -41,5 +42,5 @@ def run(given: dict[str, Any]) -> int:
     console.print("\n".join(summary["notes"]), markup=False)
     console.print(f"recommendation: {summary['recommendation']}", markup=False)
     if out is not None:
-        console.print(f"report: {out / 'report.html'}", markup=False)
+        write_page(out)
     return 0

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lrmoe import moved
 from lrmoe.commands.options import add_fields, integers, need, path, words
+from lrmoe.commands.pages import write_page
 from lrmoe.commands.run_options import EXTRA, quiet_libraries, say_fallback
 from lrmoe.config import require_count
 from lrmoe.problems import Problems
@@ -107,7 +108,8 @@ def carry_out(
         console.print(f"\n{heading}", markup=False)
         for sentence in sentences:
             console.print(f"- {sentence}", markup=False, soft_wrap=False)
-    console.print(f"\ntable:  {out / 'table.md'}\nreport: {out / 'report.html'}", markup=False)
+    console.print(f"\ntable:  {out / 'table.md'}", markup=False)
+    write_page(out)
     return 0
 
 

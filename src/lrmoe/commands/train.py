@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lrmoe.commands.options import need
+from lrmoe.commands.pages import write_page
 from lrmoe.commands.run_options import (
     EXTRA,
     add_recalibration_options,
@@ -80,7 +81,7 @@ def _checked(settings: dict[str, Any], out: Path, resume: bool, overwrite: bool)
 
 def _train_rank(world: Any, config: TrainConfig, out: Path, resume: bool, overwrite: bool) -> int:
     """The run, as one of its processes; the first of them speaks to the user."""
-    from lrmoe.terminal import console, print_summary, progress_bar
+    from lrmoe.terminal import print_summary, progress_bar
     from lrmoe.training.run import prepare, train
 
     quiet_libraries()
@@ -92,7 +93,7 @@ def _train_rank(world: Any, config: TrainConfig, out: Path, resume: bool, overwr
         summary = train(prepared, progress=lambda step, record: steps("", step, record))
     ranks = f", {world.size} ranks" if world.size > 1 else ""
     print_summary(f"{config.model}, {config.steps} steps, drop {config.recalibration.drop}{ranks}", _numbers(summary))
-    console.print(f"report: {out / 'report.html'}", markup=False)
+    write_page(out)
     if summary["diverged_at"] is not None:
         print(f"lrmoe train: the loss is not finite at step {summary['diverged_at']}; lower --lr", file=sys.stderr)
         return 1

@@ -166,7 +166,7 @@ class Recalibrator:
         ``variance_share``, ``load_max_over_mean`` and ``sequence_kept_share_min``, ``_median`` and ``_max`` (means over
         the layers that know them, see :func:`shares`),
         ``nonfinite_backwards``, ``forward_seconds`` and ``backward_seconds`` (sums), and ``layers``: for each name what
-        :meth:`Meter.read` gives, ``guarded``, whether the guard holds the layer at the exact backward now, and
+        :func:`shares` gives, ``guarded``, whether the guard holds the layer at the exact backward now, and
         ``drop``, what was in force in it in the last step. Also ``step``, the optimizer steps done; ``drop``, the mean
         over layers of what was in force in the last of them, and ``scheduled_drop``, what the schedule had for it;
         ``guarded_layers``, how many are held now, and ``guard_events``, the :attr:`Guard.events` since the last call.

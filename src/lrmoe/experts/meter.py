@@ -168,11 +168,6 @@ class Meter:
             "backward_seconds": self.backward_seconds,
         }
 
-    def read(self) -> dict[str, Any] | None:
-        """:func:`shares` of the totals, or None if no backward ran."""
-        totals = self.totals()
-        return None if totals is None else shares(totals)
-
 
 def _plus(sum_so_far: Tensor | None, more: Tensor) -> Tensor:
     return more if sum_so_far is None else sum_so_far + more

@@ -52,10 +52,6 @@ class Traffic:
     def add(self, what: str, count: int) -> None:
         self.bytes[what] = self.bytes.get(what, 0) + count
 
-    @property
-    def total(self) -> int:
-        return sum(self.bytes.values())
-
 
 def all_to_all_rows(
     rows: Tensor,

@@ -100,7 +100,7 @@ class BalanceResult:
 
 def balance(config: BalanceConfig, out: Path | None = None, *, overwrite: bool = False) -> BalanceResult:
     """Plans the loads under every policy and, if ``out`` is given, writes ``metrics.jsonl`` (a record a policy),
-    ``summary.json``, ``config.json`` and, last, ``report.html`` there.
+    ``summary.json`` and, last, ``config.json`` there.
 
     Raises:
         ValueError: if a setting or the loads' file is wrong, or ``out`` is not free; nothing is written then.
@@ -168,6 +168,3 @@ def _write(out: Path, config: BalanceConfig, result: BalanceResult) -> None:
         write_records(out / "metrics.jsonl", [{"step": step, **record} for step, record in enumerate(result.policies)])
         write_json(out / "summary.json", {**asdict(result), "notes": result.notes})
         write_json(out / "config.json", {"command": "balance", "version": lrmoe.__version__, **asdict(config)})
-        from lrmoe.report import write_report
-
-        write_report(out)

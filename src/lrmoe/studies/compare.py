@@ -85,8 +85,7 @@ def _check_runs(config: CompareConfig, out: Path) -> None:
 
 def compare(prepared: PreparedComparison, *, progress: Progress = lambda *_: None) -> dict[str, Any]:
     """Trains what is not finished yet and writes ``config.json``, ``metrics.jsonl`` (every run's lines, with
-    ``variant`` and ``seed``), ``summary.json``, ``table.md`` and ``report.html``; each run keeps its own folder under
-    ``runs/``.
+    ``variant`` and ``seed``), ``summary.json`` and ``table.md``; each run keeps its own folder under ``runs/``.
 
     Returns:
         What ``summary.json`` holds.
@@ -132,9 +131,6 @@ def _write_results(config: CompareConfig, out: Path) -> dict[str, Any]:
     write_records(out / "metrics.jsonl", lines)
     write_text(out / "table.md", markdown(rows, note))
     write_json(out / "summary.json", summary)
-    from lrmoe.report import write_report
-
-    write_report(out)
     return summary
 
 

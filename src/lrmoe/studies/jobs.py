@@ -61,7 +61,7 @@ def run_jobs(jobs: Sequence[Job], *, parallel: int, progress: Progress) -> None:
 def carry_out(job: Job, progress: Callable[[int, dict[str, Any] | None], None]) -> None:
     """Runs one job to its end, from its newest checkpoint if it has one."""
     resume = (job.out / "config.json").exists()
-    train(prepare(job.config, job.out, resume=resume), progress=progress, report=False)
+    train(prepare(job.config, job.out, resume=resume), progress=progress)
 
 
 _messages: Any = None

@@ -46,7 +46,7 @@ def plan(
     progress: Callable[[str], None] | None = None,
 ) -> Record:
     """Looks at every policy, slots and save mode. With ``out`` writes ``metrics.jsonl`` (a line a setting),
-    ``summary.json``, ``config.json`` and ``report.html`` there.
+    ``summary.json`` and ``config.json`` there.
 
     Returns:
         What ``summary.json`` holds: the case, ``options`` (records of :func:`lrmoe.studies.plan.study`), ``memory`` and
@@ -158,12 +158,9 @@ def item_rows(summary: Record) -> tuple[list[str], list[list[str]]]:
 
 
 def _write(out: Path, config: PlanConfig, summary: Record) -> None:
-    from lrmoe.report.plan import write_plan_page
-
     out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         clear_run(out)
         write_records(out / "metrics.jsonl", [{"step": i, **line} for i, line in enumerate(summary["options"])])
         write_json(out / "summary.json", summary)
         write_json(out / "config.json", {"command": "plan", "version": lrmoe.__version__, **asdict(config)})
-        write_plan_page(out)

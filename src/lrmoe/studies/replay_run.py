@@ -85,7 +85,7 @@ def run_replay(
     progress: Callable[[str], None] | None = None,
 ) -> ReplayResult:
     """Plays the loads to every policy and, if ``out`` is given, writes ``metrics.jsonl`` (a line for every record that
-    a policy planned), ``summary.json``, ``config.json`` and ``report.html`` there.
+    a policy planned), ``summary.json`` and ``config.json`` there.
 
     Raises:
         ValueError: if a setting or the trace is wrong, or ``out`` is not free; nothing is written then.
@@ -187,8 +187,6 @@ def _size(number_of_bytes: float) -> str:
 
 
 def _write(out: Path, config: ReplayConfig, result: ReplayResult) -> None:
-    from lrmoe.report.replay import write_replay_page
-
     lines = [
         {"policy": outcome.record["policy"], "drop": outcome.record["drop"], **line}
         for outcome in result.outcomes
@@ -200,4 +198,3 @@ def _write(out: Path, config: ReplayConfig, result: ReplayResult) -> None:
         write_records(out / "metrics.jsonl", lines)
         write_json(out / "summary.json", result.summary())
         write_json(out / "config.json", {"command": "balance", "version": lrmoe.__version__, **asdict(config)})
-        write_replay_page(out)

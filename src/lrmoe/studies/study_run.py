@@ -94,7 +94,7 @@ def run_study(
     study: GridStudy, config: StudyConfig, out: Path, *, store: Path, jobs: int = 1, watch: Watch | None = None
 ) -> StudyResult:
     """Trains what ``store`` does not hold yet and writes ``config.json``, ``metrics.jsonl`` (a line a row),
-    ``summary.json``, ``table.md`` and ``report.html`` into ``out``.
+    ``summary.json`` and ``table.md`` into ``out``.
 
     Runs that have finished are never done again, whichever study asked for them; an interrupted one goes on from its
     last checkpoint.
@@ -152,9 +152,6 @@ def write_result(result: StudyResult, out: Path) -> None:
     text = "\n".join(f"### {one.title}\n\n{markdown(one)}" for one in result.tables)
     write_text(out / "table.md", text + "".join(f"\n- {sentence}" for sentence in result.conclusions) + "\n")
     write_json(out / "summary.json", result.to_dict())
-    from lrmoe.report import write_report
-
-    write_report(out)
 
 
 def provenance(

@@ -171,14 +171,13 @@ def check_same_corpus(stored: dict[str, Any], given: dict[str, Any], out: Path) 
         )
 
 
-def train(prepared: Prepared, *, progress: Progress | None = None, report: bool = True) -> dict[str, Any]:
-    """Trains, and writes ``config.json``, ``metrics.jsonl``, ``checkpoints/``, ``summary.json`` and ``report.html``
-    into the run folder, and tells ``config.report_to``.
+def train(prepared: Prepared, *, progress: Progress | None = None) -> dict[str, Any]:
+    """Trains, and writes ``config.json``, ``metrics.jsonl``, ``checkpoints/`` and ``summary.json`` into the run folder,
+    and tells ``config.report_to``.
 
     Args:
         prepared: from :func:`prepare`; used up.
         progress: told of every step and every record.
-        report: whether to write ``report.html``.
 
     Returns:
         What ``summary.json`` holds; on ranks other than the first, which writes it, ``diverged_at`` alone.
@@ -210,10 +209,6 @@ def train(prepared: Prepared, *, progress: Progress | None = None, report: bool 
         summary = summarize(prepared.config, out, diverged_at=recorder.diverged_at)
         summary["parameters"] = sum(p.numel() for p in prepared.loaded.model.parameters())
         write_json(out / "summary.json", summary)
-        if report:
-            from lrmoe.report import write_report
-
-            write_report(out)
     return summary
 
 
