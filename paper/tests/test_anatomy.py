@@ -406,7 +406,7 @@ def test_the_study_by_name_writes_its_files_and_nothing_where_a_cell_is_damaged(
     assert result.tables == whole[1].tables
     assert "python -m paper anatomy" in result.provenance["command"]
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("cells", "config.json", "metrics.jsonl", "report.html", "summary.json", "table.md")
+        *("cells", "config.json", "metrics.jsonl", "summary.json", "table.md")
     }
     stored = json.loads((tmp_path / "config.json").read_text())
     assert (stored["study"], stored["settings"]["batches"]) == ("anatomy", 2)

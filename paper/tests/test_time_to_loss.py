@@ -279,7 +279,7 @@ def test_the_study_by_name_writes_its_files_and_nothing_where_a_cell_is_damaged(
     result = call()
     assert told == [8 * (2 * 5 + 3 * 6)]
     assert {path.name for path in out.iterdir()} == {
-        *("cells", "config.json", "metrics.jsonl", "report.html", "summary.json", "table.md")
+        *("cells", "config.json", "metrics.jsonl", "summary.json", "table.md")
     }
     assert json.loads((out / "config.json").read_text())["settings"]["steps"] == 8
     assert "python -m paper time_to_loss --text" in result.provenance["command"]

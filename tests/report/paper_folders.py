@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lrmoe.report import write_report
 from lrmoe.studies.plan_config import PlanConfig
 from lrmoe.studies.plan_run import plan
 
@@ -50,4 +51,5 @@ def planned(folder: Path, **options: Any) -> Path:
     """What ``lrmoe plan`` writes."""
     settings = {"ep": 4, "seq": 256, "microbatch": 2, "floor": 1, **options}
     plan(PlanConfig(model=small_model(folder), hardware=small_machine(folder), **settings), folder / "out")
+    write_report(folder / "out")
     return folder / "out"

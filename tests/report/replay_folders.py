@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from lrmoe.report import write_report
 from lrmoe.studies.replay_config import ReplayConfig
 from lrmoe.studies.replay_run import run_replay
 from lrmoe.training.trace import TraceWriter
@@ -18,6 +19,7 @@ def played(folder: Path, workload: str = "burst", **options: object) -> Path:
     sizes = {"ranks": 4, "experts": 16, "tokens": 512, "top_k": 2, "steps": 8, "floor": 1}
     config = ReplayConfig(workload=workload, policies=POLICIES, **{**sizes, **options})  # type: ignore[arg-type]
     run_replay(config, folder)
+    write_report(folder)
     return folder
 
 
@@ -33,4 +35,5 @@ def played_trace(folder: Path, *, steps: int = 3, microbatches: int = 2, layers:
                 writer.add(layer, step, microbatch, torch.randint(0, 40, (ranks, 8), generator=generator))
     writer.flush()
     run_replay(ReplayConfig(trace=str(run), policies="lrmoe,symi:slots=2", floor=1), folder / "out")
+    write_report(folder / "out")
     return folder / "out"

@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {"experts": 16, "ranks": 4, "tokens": 512, "top_k": 2, "
 def test_bars_and_table_are_the_records(tmp_path: Path) -> None:
     out = tmp_path / "<b>out</b>"
     result = balance(BalanceConfig(skew=2.0, **SMALL), out)
-    page = (out / "report.html").read_text(encoding="utf-8")
+    page = write_report(out).read_text(encoding="utf-8")
     figures, said = figures_of(page), words(page)
     for trace, column in zip(figures["even"]["data"], ("forward_home", "forward", "backward"), strict=True):
         assert trace["x"] == [round(one[column], 4) for one in result.policies]
@@ -43,7 +43,7 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     loads.write_text(json.dumps([500, 200, 100, 200]))
     config = BalanceConfig(loads=str(loads), ranks=4, top_k=1, capacity=200.0, floor=1)
     result = balance(config, tmp_path / "out")
-    said = words((tmp_path / "out" / "report.html").read_text(encoding="utf-8"))
+    said = words(write_report(tmp_path / "out").read_text(encoding="utf-8"))
     unfit = [one for one in result.policies if not one["fits"]]
     assert unfit
     for one in unfit:
