@@ -18,7 +18,6 @@ from lrmoe.training.files import check_free, clear_run, locked, write_json, writ
 from paper import PROGRAM
 from paper.pressure.completes import Limits, under_pressure
 from paper.pressure.config import PressureConfig
-from paper.pressure.page import write_pressure_page
 from paper.pressure.pair_bytes import Accounting, PairBytes, accounting
 from paper.pressure.published import THROUGHPUT, TOKENS, Assumed, at_one, coherence, in_order, needed
 from paper.pressure.tables import ACCOUNTINGS, counting
@@ -137,7 +136,7 @@ def pressure(
 ) -> Record:
     """What completes under each policy as the batch grows, the order of the systems for other skews, and the paper's
     figures beside ours. With ``out`` writes ``metrics.jsonl`` (a line a way of counting, policy and pressure),
-    ``summary.json``, ``config.json`` and ``report.html`` there.
+    ``summary.json`` and ``config.json`` there.
 
     Raises:
         ValueError: if a setting, a file or the loads are wrong, or ``out`` is not free; nothing is written then.
@@ -207,4 +206,3 @@ def _write(out: Path, config: PressureConfig, summary: Record) -> None:
         write_records(out / "metrics.jsonl", [{"step": i, **line} for i, line in enumerate(summary["policies"])])
         write_json(out / "summary.json", summary)
         write_json(out / "config.json", {"command": "pressure", "version": lrmoe.__version__, **asdict(config)})
-        write_pressure_page(out)

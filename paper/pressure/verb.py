@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from lrmoe.commands.options import add_fields, add_out, need
+from lrmoe.commands.pages import write_page
 from lrmoe.config import Save
 from lrmoe.studies.paper_config import read_settings
 from paper import PROGRAM
@@ -57,5 +58,7 @@ def run(given: dict[str, Any]) -> int:
         )
     console.print("\n".join(summary["notes"]), markup=False)
     if out is not None:
-        console.print(f"report: {out / 'report.html'}", markup=False)
+        from paper.kinds import KINDS
+
+        write_page(out, KINDS)
     return 0

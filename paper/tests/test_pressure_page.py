@@ -24,6 +24,7 @@ def pressed(folder: Path, **options: Any) -> Path:
     """What ``python -m paper pressure`` writes."""
     settings = {"ep": 4, "seq": 256, "draws": 1, "floor": 1, "budget_gib": 0.008, "pressures": "1,2,4,8,16", **options}
     pressure(PressureConfig(model=small_model(folder), hardware=small_machine(folder), **settings), folder / "out")
+    write_report(folder / "out", KINDS)
     return folder / "out"
 
 

@@ -102,7 +102,7 @@ def write_page(path: Path, frame: Frame) -> Path:
 
 def asset(name: str) -> str:
     """A file of ``assets/``."""
-    return (resources.files("lrmoe.report") / "assets" / name).read_text(encoding="utf-8")
+    return (resources.files(__package__) / "assets" / name).read_text(encoding="utf-8")
 
 
 def inline_json(value: object) -> str:

@@ -21,8 +21,8 @@ from lrmoe.report.index_records import (
     read_training,
 )
 from lrmoe.report.page import write_run_page
-from lrmoe.report.plan import write_plan_page
-from lrmoe.report.replay import write_replay_page
+from lrmoe.report.plan_page import write_plan_page
+from lrmoe.report.replay_page import write_replay_page
 from lrmoe.report.run_folder import read_object
 from lrmoe.report.study_page import write_study_page
 
