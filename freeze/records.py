@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# What follows from times, wherever it is printed: ratios of them, and sentences about them.
+_TIMED = re.compile(
+    r"TIME ?\(?[\d.]+ [x×]\)?|[\d.]+ [mµ]s(TIME|[\d.]+ [mµ]s)|\d{4}-\d\d-\d\d ?\d\d:\d\d|[\d.]+ of (UltraEP|SYMI|fixed)[^|]*|"
+    r"Expect little from any drop.*|experts' backward is.*|not faster here.*|are faster here.*"
+)
+_TIMED_KEYS = re.compile(r"_ratio|plan_ms|decide_ms|sent_bytes/engines|wall|minutes|over (fixed|UltraEP|SYMI)")
 
 
 def write(folder: Path, case: str, make: Callable[[], Any]) -> None:
@@ -54,12 +63,20 @@ def differences(before: Any, after: Any, at: str = "") -> Iterator[str]:
     elif isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
             place = f"{at}/{key}"
+            if _TIMED_KEYS.search(place):
+                continue
             if key not in after:
                 yield f"{place}: gone, was {_short(before[key])}"
             elif key not in before:
                 yield f"{place}: new, {_short(after[key])}"
             else:
                 yield from differences(before[key], after[key], place)
+    elif _is_words(before) and _is_words(after):
+        was, now = (
+            [settled for text in words if (settled := _TIMED.sub("TIME", text)) != "TIME"] for words in (before, after)
+        )
+        lines = difflib.unified_diff(was, now, n=0)
+        yield from (f"{at}: {_short(line)}" for line in lines if line[:3] not in ("---", "+++") and line[:1] in "+-")
     elif isinstance(before, list | tuple) and isinstance(after, list | tuple):
         if len(before) != len(after):
             yield f"{at}: {len(before)} entries, now {len(after)}"
@@ -67,6 +84,10 @@ def differences(before: Any, after: Any, at: str = "") -> Iterator[str]:
             yield from differences(*pair, f"{at}[{number}]")
     elif not _same(before, after):
         yield f"{at}: {_short(before)}, now {_short(after)}"
+
+
+def _is_words(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, str) for one in value)
 
 
 def _tensors(before: Tensor, after: Tensor, at: str) -> Iterator[str]:
@@ -79,6 +100,8 @@ def _tensors(before: Tensor, after: Tensor, at: str) -> Iterator[str]:
 
 
 def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, str) and isinstance(after, str):
+        before, after = _TIMED.sub("TIME", before), _TIMED.sub("TIME", after)
     both_nan = isinstance(before, float) and isinstance(after, float) and math.isnan(before) and math.isnan(after)
     return both_nan or (type(before) is type(after) and bool(before == after))
 
