@@ -15,7 +15,8 @@ from torch import Tensor
 
 # What follows from times, wherever it is printed: ratios of them, and sentences about them.
 _TIMED = re.compile(
-    r"TIME ?\(?[\d.]+ [x×]\)?|[\d.]+ [mµ]s(TIME|[\d.]+ [mµ]s)|\d{4}-\d\d-\d\d ?\d\d:\d\d|[\d.]+ of (UltraEP|SYMI|fixed)[^|]*|"
+    r"TIME ?\(?[\d.]+ [x×]\)?|"
+    r"[\d.]+ [mµ]s(TIME|[\d.]+ [mµ]s)|\d{4}-\d\d-\d\d ?\d\d:\d\d|[\d.]+ of (UltraEP|SYMI|fixed)[^|]*|"
     r"Expect little from any drop.*|experts' backward is.*|not faster here.*|are faster here.*"
 )
 _TIMED_KEYS = re.compile(r"_ratio|plan_ms|decide_ms|sent_bytes/engines|wall|minutes|over (fixed|UltraEP|SYMI)")
