@@ -90,6 +90,13 @@ class Model(nn.Module):
         return x
 
 
+class Unmasked(Model):
+    """Makes nothing of its mask."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(input_ids)
+
+
 class SequenceFirst(Model):
     def run(self, x: Tensor, mask: Tensor | None) -> Tensor:
         turned = super().run(x.transpose(0, 1), None if mask is None else mask.t())
@@ -296,6 +303,11 @@ def test_s2_a_stopped_call_leaves_no_mask_behind() -> None:
     [
         (Model, {"input_ids": ids(4, 4), "attention_mask": mask([4, 2, 3, 1], 4)}, "batch and sequence look the same"),
         (OneForAll, {"source": ids(3, 6), "target": ids(3, 6), "attention_mask": PADDED}, "several streams of tokens"),
+        (
+            Unmasked,
+            {"input_ids": ids(3, 6), "attention_mask": PADDED[:, 1:]},
+            r"it is \(3, 5\), and the tokens are \(3, 6\)",
+        ),
     ],
 )
 def test_s2_a_mask_nobody_can_place_is_left_alone_and_said_once(

@@ -78,7 +78,7 @@ def test_s10_nobody_steps_is_told_at_the_second_step_and_once() -> None:
     assert recal.clock.step == 0
     assert len(messages) == 1
     assert "SGD made 2 steps on the Sequential, and nobody has moved its recalibrator on" in messages[0]
-    assert "call recal.step()" in messages[0]
+    assert "Call recal.step()" in messages[0]
 
 
 def test_s10_two_optimizers_of_one_model_make_one_step() -> None:
@@ -129,6 +129,45 @@ def test_s10_stepping_by_hand_twice_is_said() -> None:
     assert "step() was called twice" in message
 
 
+def test_s10_stepping_for_another_model_is_said_with_its_cause() -> None:
+    model, trained = small(), small()
+    optimizer = sgd(trained)
+    recal = lrmoe.attach(model, CONFIG)
+    for _ in loop(model, sgd(model), 1):
+        recal.step()
+
+    def train() -> None:
+        for _ in loop(trained, optimizer, 3):
+            recal.step()
+
+    message = said(train)[0]
+    assert "nothing was trained of the Sequential" in message
+    assert "attach to that one" in message
+
+
+def test_s10_stepping_what_was_detached_is_said() -> None:
+    model = small()
+    optimizer = sgd(model)
+    recal = lrmoe.attach(model, CONFIG)
+    recal.detach()
+
+    def train() -> None:
+        for _ in loop(model, optimizer, 3):
+            recal.step()
+
+    (message,) = [text for text in said(train) if "detached" in text]
+    assert "was detached from its Sequential and moves nothing any more" in message
+    assert recal.clock.step == 0
+
+
+def test_s10_a_warm_up_as_long_as_the_training_is_said() -> None:
+    recal = lrmoe.attach(small(), LRMoEConfig(drop=0.2, warmup_steps=4, final_dense_steps=2))
+    (message,) = said(lambda: recal.set_total_steps(6))
+    assert "nothing will be dropped in a training of 6 steps: warmup_steps=4 and final_dense_steps=2" in message
+    recal = lrmoe.attach(small(), LRMoEConfig(drop=0.2, warmup_steps=4))
+    assert said(lambda: recal.set_total_steps(5)) == []
+
+
 def alone(**options: Any) -> lrmoe.MoE:
     torch.manual_seed(0)
     return lrmoe.MoE(dim=8, expert_dim=8, num_experts=4, top_k=2, config=CONFIG, **options)
@@ -138,7 +177,7 @@ def test_s10_a_layer_without_a_recalibrator_that_nobody_steps_is_told() -> None:
     moe = alone()
     (message,) = said(lambda: list(loop(moe, sgd(moe), 5)))
     assert "SGD made 2 steps on the MoE, and nobody has moved its schedule on" in message
-    assert "call its step() once after each optimizer step, or lrmoe.attach(" in message
+    assert "Call its step() once after each optimizer step, or lrmoe.attach(" in message
 
 
 def test_s10_a_layer_without_a_recalibrator_that_is_stepped_is_fine() -> None:

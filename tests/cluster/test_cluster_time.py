@@ -74,6 +74,26 @@ def test_a_step_is_the_sum_over_phases_of_the_slowest_rank() -> None:
         away["select"]
 
 
+def test_every_exchange_costs_what_it_sends() -> None:
+    """Eight rows of 8 numbers of 2 bytes go away from rank 1, and rank 0 keeps six of them for the backward."""
+    plan = get("fixed").plan(torch.tensor([[0, 0, 0, 0], [8, 0, 0, 0]]), drop=0.25)
+    found = layer_time(plan, SHAPE, PLAIN)
+    rows, kept, numbers = 8, 6, 8 * 2
+    assert {phase.name: float(phase.seconds_G.max()) for phase in found.phases if phase.kind == "network"} == {
+        "loads of all ranks": pytest.approx(32 / 100),
+        "weights to replicas": 0,
+        "tokens to experts": pytest.approx(rows * numbers / 100),
+        "outputs to tokens": pytest.approx(rows * numbers / 100),
+        "scores to experts": pytest.approx(rows * 4 / 100),
+        "kept flags to tokens": pytest.approx(rows / 100),
+        "gradients to experts": pytest.approx(kept * numbers / 100),
+        "routing weights to experts": pytest.approx(kept * 4 / 100),
+        "gradients to tokens": pytest.approx(kept * numbers / 100),
+        "routing weight gradients to tokens": pytest.approx(kept * 4 / 100),
+        "gradients of replicas home": 0,
+    }
+
+
 def test_dropping_shortens_the_backward_alone() -> None:
     qwen, h100 = model("qwen3-30b-a3b"), hardware("h100")
     lam_GE = torch.full((8, 128), 2048)

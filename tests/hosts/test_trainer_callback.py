@@ -219,7 +219,7 @@ def test_callbacks_that_follow_see_the_metrics(tmp_path: Path) -> None:
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
             seen.append(set(logs))
 
-    trainer, _ = make(tmp_path, max_steps=1)
+    trainer, _ = make(tmp_path, max_steps=2)
     trainer.add_callback(Later())
     trainer.train()
     assert seen[0] >= KEYS

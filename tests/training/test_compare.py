@@ -77,6 +77,12 @@ def test_variants_are_paired_and_the_table_says_how_they_differ(short: TrainConf
     table = (out / "table.md").read_text()
     assert "C50 topq" in table
     assert f"{half['eval_loss']:.4f}" in table
+    headings, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[:4])
+    shown = dict(zip(headings, rows[1], strict=True))
+    assert (shown["kept pairs"], shown["kept sum R"]) == (
+        f"{100 * half['kept_share']:.1f} %",
+        f"{100 * half['kept_importance_share']:.2f} %",
+    )
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lrmoe.experts.layer_control import Call, Clock
 from lrmoe.experts.recompute import in_backward, region
-from lrmoe.experts.tokens import Tokens
+from lrmoe.experts.tokens import SHAPE, Tokens
 from lrmoe.labels import layer_in_words
 from lrmoe.once import Once
 
@@ -137,7 +137,8 @@ def read_tokens(named: Mapping[str, Any], outer: Tokens | None) -> Tokens | None
         return Tokens(shape, mask.bool(), device=mask.device, position_BS=position_BS, several=several)
     if tokens.is_floating_point() and not flat_mask and (name != "inputs_embeds" or mask is not None):
         return outer
-    return Tokens(shape, None, device=tokens.device, position_BS=position_BS)
+    doubt = SHAPE.format(mask=tuple(mask.shape), tokens=shape) if flat_mask and isinstance(mask, Tensor) else None
+    return Tokens(shape, None, device=tokens.device, position_BS=position_BS, doubt=doubt)
 
 
 def _find_tokens(named: Mapping[str, Any]) -> tuple[str | None, Any]:

@@ -96,6 +96,14 @@ class Recalibrator:
         if self._config.total_steps is None:
             self.clock.config = replace(self._config, total_steps=total_steps)
             self.clock.move_to(step=self.clock.step, microbatch=self.clock.microbatch)
+        dense = self._config.warmup_steps + self._config.final_dense_steps
+        if self._config.drop > 0.0 and dense >= total_steps:
+            self._once.warn(
+                "never",
+                f"nothing will be dropped in a training of {total_steps} steps: "
+                f"warmup_steps={self._config.warmup_steps} and final_dense_steps={self._config.final_dense_steps} take "
+                "all of them; a warm-up of 15 % of the steps is what was measured",
+            )
 
     @property
     def steps_with_optimizer(self) -> bool:
@@ -143,6 +151,13 @@ class Recalibrator:
         Where ranks share experts, or with a ``load_group``, they add up what the guard looks at: a collective.
 
         An optimizer given to :func:`lrmoe.attach` does this already; a call besides is told and left out."""
+        if not self._undo:
+            self._once.warn(
+                "detached",
+                f"step() was called of a recalibrator that was detached from its {type(self._model).__name__} and "
+                "moves nothing any more; remove the call, or call lrmoe.attach again and step what it returns",
+            )
+            return
         if self._stepping.is_second(counted=self.clock.microbatch >= 0):
             return
         self._step()
@@ -295,7 +310,7 @@ class Recalibrator:
 
     def _say_instead(self) -> dict[str, str]:
         """The layers that run something else than LRMoE's experts now; told, once for each thing that they run."""
-        instead = self._hosted.run_instead()
+        instead = self._hosted.run_instead() if self._undo else {}
         for other in dict.fromkeys(instead.values()):
             names = [layer_label(name) for name, runs in instead.items() if runs == other]
             self._once.warn(

@@ -27,12 +27,12 @@ _FORWARDS = 1000
 # What stands still, and what to do.
 _RECALIBRATOR = (
     "its recalibrator",
-    "call recal.step() once after each optimizer step, or give attach() the optimizer that trains the model, or the "
+    "Call recal.step() once after each optimizer step, or give attach() the optimizer that trains the model, or the "
     "Trainer a RecalibrationCallback",
 )
 _LAYER = (
     "its schedule",
-    "call its step() once after each optimizer step, or lrmoe.attach(model, config, optimizer=optimizer) for all "
+    "Call its step() once after each optimizer step, or lrmoe.attach(model, config, optimizer=optimizer) for all "
     "layers of a model",
 )
 
@@ -102,12 +102,18 @@ class Stepping:
         """
         again = not counted and self._seen and self._exact_forwards == 0 and not any(self._unanswered.values())
         if again and self._any_training():
-            by = "the optimizer given to attach() moves the recalibrator on" if self.optimizer is not None else "it was"
-            self._once.warn(
-                "twice",
-                f"step() was called twice for one optimizer step of the {type(self._model).__name__}: {by} already. "
-                + ("This call is left out; remove it" if self.optimizer is not None else "Remove one of the calls"),
-            )
+            name = type(self._model).__name__
+            if self.optimizer is not None:
+                message = (
+                    f"step() was called twice for one optimizer step of the {name}: the optimizer given to attach() "
+                    "moves the recalibrator on already. This call is left out; remove it"
+                )
+            else:
+                message = (
+                    "step() was called twice for one optimizer step: since the last call nothing was trained of the "
+                    f"{name}. Remove one of the calls; if it is another model that is trained, attach to that one"
+                )
+            self._once.warn("twice", message)
         return again and self.optimizer is not None
 
     def stepped(self, counted: bool) -> None:

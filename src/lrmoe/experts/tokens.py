@@ -13,6 +13,7 @@ from torch import Size, Tensor
 SQUARE = "its rows are a batch of as many sequences as each has tokens, so that batch and sequence look the same"
 FLAT = "its rows come flattened, batch and sequence in an order that cannot be seen"
 STREAMS = "the call brought several streams of tokens, and the mask may be about another one"
+SHAPE = "it is {mask}, and the tokens are {tokens}"
 
 
 class Tokens:
@@ -23,6 +24,7 @@ class Tokens:
         mask_BS: bool, which of them are real; None for all.
         sequence_BS: int64, the number, below B * S, of the sequence that each belongs to.
         several: the call brought other tokens of the same shape, which the mask may speak of instead.
+        doubt: why the mask that the call brought is none of these tokens; None where it is, or there is none.
 
     Args:
         device: of ``sequence_BS``.
@@ -30,7 +32,7 @@ class Tokens:
             into a row, and each begins at 0.
     """
 
-    __slots__ = ("mask_BS", "sequence_BS", "several", "shape")
+    __slots__ = ("doubt", "mask_BS", "sequence_BS", "several", "shape")
 
     def __init__(
         self,
@@ -40,8 +42,10 @@ class Tokens:
         device: torch.device,
         position_BS: Tensor | None = None,
         several: bool = False,
+        doubt: str | None = None,
     ) -> None:
         self.shape = shape
+        self.doubt = doubt
         self.mask_BS = mask_BS
         self.several = several
         batch, length = shape
@@ -64,7 +68,7 @@ class Tokens:
             batch_major: whether rows that come flattened are known to run through one sequence after the other.
         """
         if self.mask_BS is None:
-            return None, None
+            return None, self.doubt
         turned, doubt = self._turned(leading, batch_major)
         if self.several and not (turned is None and doubt is None):
             return None, STREAMS
