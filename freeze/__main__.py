@@ -6,14 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from freeze import memory, operator, ranks, records, verbs
+from freeze import one_rank, ranks, records, saved_memory, verbs
 
 PARTS = {
-    "operator": operator.save,
+    "operator": one_rank.save,
     "ranks": ranks.save,
     "verbs": verbs.save_verbs,
     "studies": verbs.save_studies,
-    "memory": memory.save,
+    "memory": saved_memory.save,
 }
 
 

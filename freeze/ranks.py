@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lrmoe
 from freeze import records
-from freeze.operator import told, without_times
+from freeze.one_rank import told, without_times
 from lrmoe import LRMoEConfig
 from lrmoe.balance import get
 from lrmoe.parallel import ExpertParallel, clip_grad_norm_, global_metrics, parallelize
