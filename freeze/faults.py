@@ -193,7 +193,7 @@ FAULTS = (
         "time of the gradients' way back",
         '("gradients to tokens", "backward", "network", sent(kept_GG.t() * D * a)),',
         '("gradients to tokens", "backward", "network", sent(0 * kept_GG.t() * D * a)),',
-        "tests/cluster tests/studies",
+        "tests/cluster/test_cluster_time.py",
     ),
     Fault(
         "a paired difference the wrong way round",
@@ -212,13 +212,13 @@ FAULTS = (
         "a name that is not escaped",
         "<dd>{escape(value)}</dd></div>",
         "<dd>{value}</dd></div>",
-        "tests/report",
+        "tests/report/test_report_parts.py tests/report/test_report_page.py tests/report/test_paper_pages.py",
     ),
     Fault(
         "overwriting what no run wrote",
         "elif overwrite and entries:\n        raise ValueError(",
         "elif False:\n        raise ValueError(",
-        "tests/training/test_run_files.py",
+        "tests/training/test_train_run.py",
     ),
 )
 
