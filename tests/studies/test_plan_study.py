@@ -130,6 +130,15 @@ def test_the_least_drop_that_fits_and_no_less() -> None:
     assert said.startswith("Nothing fits in")
 
 
+def test_no_plan_drops_more_than_is_acceptable() -> None:
+    """A largest drop between two steps is the last one that is tried, and not the step above it."""
+    case = replace(case_of(4096), max_drop=0.126)
+    tight = replace(case, budget=min(one["at_most_drop"]["bytes"] for one in study(case)))
+    best, _ = recommend(study(tight), tight)
+    assert best is not None
+    assert best["drop"] == 0.126
+
+
 def test_replicas_for_memory_are_said_to_be_for_memory() -> None:
     case = case_of(4096, skew=3.0)
     # The weights of replicas go by exchanges of their own, each of which takes long to begin.

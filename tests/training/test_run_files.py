@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,20 @@ def test_a_name_that_the_system_does_not_decode_is_written(tmp_path: Path) -> No
     # As a variant's name, a text or a folder may come from the command line; a table is written when all is trained.
     write_text(tmp_path / "table.md", "caf\udce9 é\n")
     assert (tmp_path / "table.md").read_text(encoding="utf-8") == "caf\\udce9 é\n"
+
+
+def test_a_file_that_cannot_be_written_to_its_end_stays_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    write_text(tmp_path / "summary.json", "old\n")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_text(tmp_path / "summary.json", "new\n")
+    assert (tmp_path / "summary.json").read_text() == "old\n"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["summary.json"]
 
 
 def test_a_lock_that_its_holder_removes_meanwhile_is_taken_anew(
