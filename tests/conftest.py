@@ -7,7 +7,7 @@ import pytest
 import rounding
 import torch
 
-from lrmoe.experts import operator
+from lrmoe.experts import custom_ops
 from lrmoe.recalibration.quota import level
 
 # The same examples each time, so that what passed here passes there; `--hypothesis-profile=default` looks for others.
@@ -43,4 +43,4 @@ def starving(monkeypatch: pytest.MonkeyPatch) -> None:
         target = torch.floor((1.0 - drop) * load_E.sum().to(torch.float64) + 0.5).to(torch.int64)
         return level(load_E, target)
 
-    monkeypatch.setattr(operator, "quotas", starved)
+    monkeypatch.setattr(custom_ops, "quotas", starved)

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lrmoe
 from lrmoe import LRMoEConfig
-from lrmoe.experts import operator
+from lrmoe.experts import custom_ops
 from lrmoe.recalibration.quota import level
 
 WORLD, EXPERTS, DIM, WIDTH, TOKENS, STEPS = 2, 4, 8, 12, 12, 3
@@ -58,7 +58,7 @@ class Experts(nn.Module):
             gate_up = gate_up + torch.stack([b @ a for a, b in zip(self.a, self.b, strict=True)])
         alpha_TK = (x_TD @ self.router.T).gather(1, ids_TK.clamp(min=0)).softmax(-1)
         # No quota of ours starves an expert with load; a plan of somebody's own may.
-        starve = nullcontext() if self.form != "no quota on one rank" else patch.object(operator, "quotas", starved)
+        starve = nullcontext() if self.form != "no quota on one rank" else patch.object(custom_ops, "quotas", starved)
         with starve:
             return lrmoe.routed_experts(x_TD, ids_TK, alpha_TK, gate_up, down, config=self.config, step=step)
 

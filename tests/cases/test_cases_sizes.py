@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lrmoe
 from lrmoe import LRMoEConfig, TopKRouter
-from lrmoe.experts import compacted, operator
+from lrmoe.experts import compacted, custom_ops
 
 
 class Largest(TorchDispatchMode):
@@ -81,7 +81,7 @@ class _Rows:
         self._side = "backward"
         for name in ("grouped_mm", "grouped_wgrad"):
             monkeypatch.setattr(compacted, name, self._counted(getattr(compacted, name)))
-        monkeypatch.setattr(operator, "forward_rows", self._as_forward(operator.forward_rows))
+        monkeypatch.setattr(custom_ops, "forward_rows", self._as_forward(custom_ops.forward_rows))
 
     def _as_forward(self, forward_rows: Any) -> Any:
         def run_forward(*args: Any, **kwargs: Any) -> Any:

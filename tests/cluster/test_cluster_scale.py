@@ -8,7 +8,8 @@ import torch
 from lrmoe.balance import get
 from lrmoe.cluster import ModelShape, measure_planning, memory, metadata, token_buffers
 from lrmoe.cluster.scale import skewed_loads
-from lrmoe.experts.compacted import Activations, Bank, Recipe, Rows, router_dots
+from lrmoe.experts.compacted import Activations, Bank, Rows, router_dots
+from lrmoe.experts.recipe import Recipe
 from lrmoe.parallel.layout import lay_out
 
 

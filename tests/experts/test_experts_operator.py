@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from experts.problem import Problem, error, make, routes, run
+from experts.problem import PARAMETERS, Problem, error, make, routes, run
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -16,6 +16,7 @@ import lrmoe
 from lrmoe import LRMoEConfig
 from lrmoe.experts.layer_control import Clock, LayerControl
 from lrmoe.experts.operator import controlled_experts
+from lrmoe.experts.recipe import Recipe, parse_recipe, recipe_text
 
 SAVES = ("preactivation", "input")
 
@@ -23,13 +24,19 @@ SAVES = ("preactivation", "input")
 def operator_arguments(problem: Problem, config: LRMoEConfig, *, train: bool = True) -> tuple[Any, ...]:
     control = LayerControl(Clock(config, step=2))
     leaves = problem.leaves()
+    biases = (problem.gate_up_bias is not None, problem.down_bias is not None)
     return (
-        leaves["x_TD"], problem.ids_TK, leaves["topk_weights_TK"], leaves["gate_up_proj"], leaves["down_proj"],
-        leaves.get("gate_up_bias"), leaves.get("down_bias"), problem.mask_T,
-        torch.arange(len(problem.ids_TK)) // 3, control.clock.position_3, control.identity_3, control.clock.drop_L,
-        problem.activation, config.selector, config.metric, config.quota, config.router_grad, config.save,
-        config.remainder, config.error_budget, train,
-    )  # fmt: skip
+        leaves["x_TD"],
+        problem.ids_TK,
+        leaves["topk_weights_TK"],
+        [leaves[name] for name in PARAMETERS if name in leaves],
+        problem.mask_T,
+        torch.arange(len(problem.ids_TK)) // 3,
+        torch.cat([control.clock.position_3, control.identity_3[:2]]),
+        control.clock.drop_L,
+        recipe_text(config, problem.activation, biases=biases),
+        train,
+    )
 
 
 @pytest.mark.parametrize(("dim", "width", "dtype"), [(8, 12, torch.float64), (16, 7, torch.float32)])
@@ -53,20 +60,30 @@ def test_operator_is_registered_as_it_behaves(save: Any, dim: int, width: int, d
 def test_backward_operator_is_registered_as_it_behaves(remainder: Any, drop: float) -> None:
     problem = make(dtype=torch.float32, dim=16, width=7, bias=True)
     config = LRMoEConfig(drop=drop, remainder=remainder)
-    arguments = [a.detach() if isinstance(a, Tensor) else a for a in operator_arguments(problem, config)]
-    out = torch.ops.lrmoe.routed_experts(*arguments)
-    x_TD, _, alpha_TK, gate_up, down, gate_up_bias, down_bias, mask_T, sequence_T = arguments[:9]
-    activation, selector, metric, quota, router_grad, save, remainder, error_budget, _ = arguments[12:]
+    arguments = operator_arguments(problem, config)
+    with torch.no_grad():
+        _, saved = torch.ops.lrmoe.routed_experts(*arguments)
+    x_TD, _, alpha_TK, weights, mask_T, sequence_T, ticket_5, _, recipe, _ = arguments
+    x_TD, alpha_TK, weights = x_TD.detach(), alpha_TK.detach(), [weight.detach() for weight in weights]
     for needs in ([True] * 6, [False, True, False, True, False, True]):
         torch.library.opcheck(
             torch.ops.lrmoe.routed_experts_backward.default,
             (
-                problem.grad_TD, x_TD, out[1], alpha_TK, gate_up, down, gate_up_bias, down_bias, mask_T, sequence_T,
-                *out[2:], *out[-2:], activation, selector, metric, quota, router_grad, save, remainder, error_budget,
-                needs,
+                *(problem.grad_TD, x_TD, alpha_TK, weights, mask_T, sequence_T),
+                *([*saved, ticket_5, saved[-1], ticket_5], recipe, needs),
             ),
             test_utils=("test_schema", "test_faketensor"),
-        )  # fmt: skip
+        )
+
+
+@pytest.mark.parametrize("biases", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("activation", ["silu", "clamped_swiglu(alpha=1.702,limit=7.0)|interleaved"])
+def test_a_recipe_is_read_as_it_was_written(activation: str, biases: tuple[bool, bool]) -> None:
+    for budget in (None, 0.1, 1e-17 / 3):
+        config = LRMoEConfig(selector="auto", metric="forward", quota="level", save="input", error_budget=budget)
+        recipe, names = parse_recipe(recipe_text(config, activation, biases=biases))
+        assert recipe == Recipe.of(config, activation)
+        assert [name in names for name in PARAMETERS] == [True, True, *biases]
 
 
 def test_compiled_training_does_not_recompile() -> None:
@@ -170,7 +187,7 @@ def test_nothing_is_saved_where_no_backward_can_come() -> None:
         lrmoe.routed_experts(topk_ids_TK=problem.ids_TK, **problem.leaves())
     assert saved.tensors == []
     arguments = operator_arguments(problem, LRMoEConfig(), train=False)
-    _, own_out_TD, h_N2F, phi_root_N, *_ = torch.ops.lrmoe.routed_experts(*arguments)
+    _, (own_out_TD, h_N2F, phi_root_N, *_) = torch.ops.lrmoe.routed_experts(*arguments)
     assert own_out_TD.numel() == h_N2F.numel() == phi_root_N.numel() == 0
 
 

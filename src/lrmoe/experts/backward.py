@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lrmoe.config import Metric
-from lrmoe.experts.compacted import Activations, Bank, Needs, Recipe, Rows, kept_gradients, router_dots
+from lrmoe.experts.compacted import Activations, Bank, Needs, Rows, kept_gradients, router_dots
 from lrmoe.experts.meter import BackwardCall, BackwardStats, Meter, is_recording, record
+from lrmoe.experts.recipe import Recipe
 from lrmoe.experts.remainder import Completion, Means, summed_gradients
 from lrmoe.experts.sequences import kept_by_sequence
 from lrmoe.ops.permute import add_to_tokens

@@ -15,39 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lrmoe.config import LRMoEConfig, Metric, Quota, Remainder, RouterGrad, Save, Selector
+from lrmoe.experts.recipe import Recipe
 from lrmoe.experts.remainder import Completion, Means, complete, distance_roots, mean_slopes, row_means
 from lrmoe.ops import activations
 from lrmoe.ops.glu import glu_backward, glu_forward
 from lrmoe.ops.grouped_mm import add_group_rows, grouped_mm, grouped_sum, grouped_wgrad
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Recipe:
-    """The parts of the configuration that the operator reads."""
-
-    activation: str
-    selector: Selector
-    metric: Metric
-    quota: Quota
-    router_grad: RouterGrad
-    save: Save
-    remainder: Remainder
-    error_budget: float | None
-
-    @classmethod
-    def of(cls, config: LRMoEConfig, activation: str) -> Recipe:
-        """The recipe of a configuration."""
-        return cls(
-            activation=activation,
-            selector=config.selector,
-            metric=config.metric,
-            quota=config.quota,
-            router_grad=config.router_grad,
-            save=config.save,
-            remainder=config.remainder,
-            error_budget=config.error_budget,
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

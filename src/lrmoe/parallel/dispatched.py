@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from lrmoe.experts.compacted import Recipe
 from lrmoe.experts.meter import Meter
+from lrmoe.experts.recipe import Recipe
 from lrmoe.parallel.dispatcher import Exchange
 from lrmoe.parallel.layout import Layout
 from lrmoe.parallel.remainder import GradientSums

@@ -15,10 +15,10 @@ from lrmoe.balance.ownership import HistoryPolicy, ownership_of
 from lrmoe.balance.plan import Ownership, home_ranks
 from lrmoe.balance.policy import Policy
 from lrmoe.config import LRMoEConfig, require_config, require_count, require_number
-from lrmoe.experts.compacted import Recipe
+from lrmoe.experts.custom_ops import routing_fingerprint
 from lrmoe.experts.layer_control import LayerControl, Moment, moment_of
 from lrmoe.experts.meter import Meter
-from lrmoe.experts.operator import routing_fingerprint
+from lrmoe.experts.recipe import Recipe
 from lrmoe.experts.stored_weights import require_usable
 from lrmoe.parallel.agreement import Agreement, CallSignature, describe_policy
 from lrmoe.parallel.arguments import Tensors, check_call, chosen_policy, member_group
