@@ -8,7 +8,7 @@ import pytest
 import torch
 from balance.problem import M1, loads
 
-from lrmoe.balance.eplb import EPLB, rebalance, replicate
+from lrmoe.balance.baselines.eplb import EPLB, rebalance, replicate
 
 README = [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from balance.problem import loads
 
-from lrmoe.balance.fastermoe import FasterMoE, shadows
+from lrmoe.balance.baselines.fastermoe import FasterMoE, shadows
 
 K1 = torch.tensor([[4096, 512, 256, 128]] * 4)
 K2 = torch.tensor([[750, 700, 650, 600]] * 4)

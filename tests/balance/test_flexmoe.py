@@ -10,7 +10,7 @@ from balance.problem import M1, loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lrmoe.balance.flexmoe import FlexMoE, adjust
+from lrmoe.balance.baselines.flexmoe import FlexMoE, adjust
 from lrmoe.balance.ownership import Slots
 
 START = ((0, 1), (2, 3), (0, 1), (2, 3))

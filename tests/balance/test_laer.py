@@ -8,7 +8,7 @@ from balance.problem import loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lrmoe.balance.laer import LAER, lite_route, place, replicas_by_load
+from lrmoe.balance.baselines.laer import LAER, lite_route, place, replicas_by_load
 from lrmoe.balance.ownership import slot_counts
 
 L1 = [400, 100, 100, 100]

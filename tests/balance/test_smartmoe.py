@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from balance.problem import M1, loads
 
+from lrmoe.balance.baselines.smartmoe import SmartMoE, deal
 from lrmoe.balance.ownership import Move, Slots
-from lrmoe.balance.smartmoe import SmartMoE, deal
 
 P1 = [200, 300, 200, 100]
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lrmoe.balance import get
+from lrmoe.balance.baselines.symi import SYMI, place, slot_shares
 from lrmoe.balance.ownership import even_rows, slot_counts
-from lrmoe.balance.symi import SYMI, place, slot_shares
 
 S2 = [900, 60, 30, 10]
 

@@ -14,12 +14,12 @@ _POLICIES = {
     "fixed": ("fixed", "Fixed"),
     "ultraep": ("ultraep", "UltraEP"),
     "lrmoe": ("lrmoe", "LRMoE"),
-    "symi": ("symi", "SYMI"),
-    "laer": ("laer", "LAER"),
-    "flexmoe": ("flexmoe", "FlexMoE"),
-    "smartmoe": ("smartmoe", "SmartMoE"),
-    "fastermoe": ("fastermoe", "FasterMoE"),
-    "eplb": ("eplb", "EPLB"),
+    "symi": ("baselines.symi", "SYMI"),
+    "laer": ("baselines.laer", "LAER"),
+    "flexmoe": ("baselines.flexmoe", "FlexMoE"),
+    "smartmoe": ("baselines.smartmoe", "SmartMoE"),
+    "fastermoe": ("baselines.fastermoe", "FasterMoE"),
+    "eplb": ("baselines.eplb", "EPLB"),
 }
 
 

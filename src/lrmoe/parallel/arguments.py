@@ -16,7 +16,7 @@ from lrmoe.experts.operator import product_dtype
 from lrmoe.experts.stored_weights import require_usable
 from lrmoe.experts.validation import check_arguments, check_ids, check_not_forward_mode, check_not_transformed
 from lrmoe.ops import activations
-from lrmoe.parallel.weight_store import WeightStore
+from lrmoe.parallel.stores.weight_store import WeightStore
 
 
 class Tensors(NamedTuple):

@@ -11,7 +11,7 @@ from lrmoe.experts.recipe import Recipe
 from lrmoe.parallel.dispatcher import Exchange
 from lrmoe.parallel.layout import Layout
 from lrmoe.parallel.remainder import GradientSums
-from lrmoe.parallel.weight_store import WeightStore
+from lrmoe.parallel.stores.weight_store import WeightStore
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,17 +26,17 @@ from lrmoe.parallel.balance_meter import BalanceMeter
 from lrmoe.parallel.collectives import Traffic, all_reduce
 from lrmoe.parallel.dispatched import Dispatched
 from lrmoe.parallel.dispatcher import Exchange
-from lrmoe.parallel.home_store import HomeStore
 from lrmoe.parallel.layout import lay_out, sort_pairs
 from lrmoe.parallel.meeting import Place, meet
 from lrmoe.parallel.moving import MovingExperts
 from lrmoe.parallel.operator import run_experts
-from lrmoe.parallel.placed_store import PlacedStore
 from lrmoe.parallel.plan_book import PlanBook
 from lrmoe.parallel.registered_layers import RegisteredLayers
 from lrmoe.parallel.remainder import GradientSums
-from lrmoe.parallel.sharded_store import ShardedStore
-from lrmoe.parallel.weight_store import WeightStore
+from lrmoe.parallel.stores.home import HomeStore
+from lrmoe.parallel.stores.placed import PlacedStore
+from lrmoe.parallel.stores.sharded import ShardedStore
+from lrmoe.parallel.stores.weight_store import WeightStore
 
 if TYPE_CHECKING:
     from lrmoe.parallel.phase_timer import PhaseTimer
@@ -59,9 +59,9 @@ class ExpertParallel:
         slots: of a rank, for a policy given by name: replicas that it may hold, or, with policies that fill all slots
             anew, experts in all; None for the policy's own default.
         storage: ``"policy"`` keeps weights and optimizer state where the policy has them (see
-            :mod:`lrmoe.parallel.weight_store`); ``"home"`` keeps them at home, in a contiguous range of experts a rank,
-            under every policy: ranks that compute with an expert of another then get a copy for the length of a layer.
-            Numbers are the same; what travels and what is held differ.
+            :mod:`lrmoe.parallel.stores.weight_store`); ``"home"`` keeps them at home, in a contiguous range of experts
+            a rank, under every policy: ranks that compute with an expert of another then get a copy for the length of a
+            layer. Numbers are the same; what travels and what is held differ.
         capacity: what a rank may hold, in the policy's unit, for a policy given by name; None for no limit.
         config: of the backward, for :meth:`routed_experts`; layers under :func:`lrmoe.attach` bring their own.
         gradient_divisor: what the experts' weight gradients are divided by. They are sums over the tokens of all
@@ -161,7 +161,7 @@ class ExpertParallel:
 
     def local(self, weight: Tensor) -> Tensor:
         """What this rank owns of a weight of all experts, (E, ...): where experts are at home, the rows of
-        :attr:`local_experts`; else a row a slot, or a part of every expert (:mod:`lrmoe.parallel.weight_store`).
+        :attr:`local_experts`; else a row a slot, or a part of every expert (:mod:`lrmoe.parallel.stores.weight_store`).
 
         Raises:
             ValueError: if it is not of E experts, quantized or partitioned.

@@ -20,7 +20,7 @@ def mark_experts(*parameters: Tensor, group: dist.ProcessGroup | None = None, by
     Args:
         parameters: of this rank.
         group: the ranks that hold the experts between them; if given, it is checked wherever the mark is used.
-        by_range: False if the ranks hold them in another way, see :mod:`lrmoe.parallel.weight_store`.
+        by_range: False if the ranks hold them in another way, see :mod:`lrmoe.parallel.stores.weight_store`.
     """
     # The ranks and not the group, so that the parameter can still be pickled.
     ranks = None if group is None else tuple(dist.get_process_group_ranks(group))

@@ -1,7 +1,7 @@
 """Where every row of one call travels: from counts and a plan to split sizes and index tensors.
 
 Shapes: T tokens, K choices, L pairs of this rank that have an expert, R rows this rank computes, E experts, G ranks,
-S instances on this rank, in the order of their weights (see :mod:`lrmoe.parallel.weight_store`).
+S instances on this rank, in the order of their weights (see :mod:`lrmoe.parallel.stores.weight_store`).
 
 Two orders of rows matter. In *send order* a rank's pairs lie by destination rank, then expert, then pair; an all-to-all
 turns it into the *receive order* of the hosts: by source rank, then expert, then pair. In *host order* rows lie by

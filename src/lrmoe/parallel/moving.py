@@ -12,8 +12,8 @@ from lrmoe.balance.ownership import HistoryPolicy
 from lrmoe.parallel.agreement import Agreement
 from lrmoe.parallel.dispatcher import Exchange
 from lrmoe.parallel.expert_parameters import count_slots
-from lrmoe.parallel.placed_store import counted_slots, move
 from lrmoe.parallel.registered_layers import RegisteredLayers
+from lrmoe.parallel.stores.placed import counted_slots, move
 
 
 class MovingExperts:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lrmoe.parallel.checkpoint_state import Item, Range, Saved, state_items
+from lrmoe.parallel.checkpoint.state import Item, Range, Saved, state_items
 
 
 def describe(optimizer: torch.optim.Optimizer, names: Sequence[Sequence[str]]) -> dict[str, Any]:

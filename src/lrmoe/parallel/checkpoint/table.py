@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lrmoe.parallel.checkpoint_state import Range
+from lrmoe.parallel.checkpoint.state import Range
 from lrmoe.parallel.expert_parameters import check_by_range, check_group, is_expert, is_spread_over
 
 Row = dict[str, Any]

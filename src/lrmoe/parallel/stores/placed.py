@@ -47,7 +47,7 @@ class PlacedStore:
         return weight[torch.tensor(self._placement(0)[self._rank], device=weight.device)]
 
     def num_owned(self, num_experts: int) -> int:
-        """See :class:`~lrmoe.parallel.weight_store.WeightStore`."""
+        """See :class:`~lrmoe.parallel.stores.weight_store.WeightStore`."""
         return len(self._placement(0)[self._rank])
 
     def as_experts(self, owned: Bank, width: int) -> Bank:

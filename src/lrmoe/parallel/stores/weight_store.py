@@ -3,11 +3,11 @@
 Three ways, after a policy's ``ownership``:
 
 - ``home``: a rank owns a contiguous range of experts; others get copies for the length of a layer
-  (:mod:`lrmoe.parallel.home_store`).
+  (:mod:`lrmoe.parallel.stores.home`).
 - ``placed``: a rank owns what its slots hold; at the end of a step experts move, with their optimizer state
-  (:mod:`lrmoe.parallel.placed_store`).
+  (:mod:`lrmoe.parallel.stores.placed`).
 - ``sharded``: a rank owns 1/G of every expert, and gathers those that it computes with
-  (:mod:`lrmoe.parallel.sharded_store`).
+  (:mod:`lrmoe.parallel.stores.sharded`).
 
 What a rank *owns* are its parameters: tensors of one form in all three, (rows, ...), that an optimizer may hold.
 """

@@ -47,7 +47,7 @@ class HomeStore:
         return weight[self.experts.start : self.experts.stop]
 
     def num_owned(self, num_experts: int) -> int:
-        """See :class:`~lrmoe.parallel.weight_store.WeightStore`."""
+        """See :class:`~lrmoe.parallel.stores.weight_store.WeightStore`."""
         return len(self.experts)
 
     def as_experts(self, owned: Bank, width: int) -> Bank:
@@ -59,7 +59,8 @@ class HomeStore:
         return False
 
     def arrange(self, plan: Plan, layer: int, stale: bool) -> tuple[Sequence[Sequence[int]], Shipping | None]:
-        """The experts at home, then the replicas, ascending. See :class:`~lrmoe.parallel.weight_store.WeightStore`."""
+        """The experts at home, then the replicas, ascending. See
+        :class:`~lrmoe.parallel.stores.weight_store.WeightStore`."""
         num_ranks = plan.lam_GE.shape[0]
         replicas: list[list[int]] = [[] for _ in range(num_ranks)]
         for expert, ranks in enumerate(plan.hosts):

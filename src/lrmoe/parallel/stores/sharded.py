@@ -67,11 +67,11 @@ class ShardedStore:
         return weight[:, start : start + sizes[self._rank]]
 
     def num_owned(self, num_experts: int) -> int:
-        """See :class:`~lrmoe.parallel.weight_store.WeightStore`."""
+        """See :class:`~lrmoe.parallel.stores.weight_store.WeightStore`."""
         return num_experts
 
     def as_experts(self, owned: Bank, width: int) -> Bank:
-        """Stand-ins for the whole experts. See :class:`~lrmoe.parallel.weight_store.WeightStore`.
+        """Stand-ins for the whole experts. See :class:`~lrmoe.parallel.stores.weight_store.WeightStore`.
 
         Raises:
             ValueError: if the parts are not this rank's.
@@ -102,7 +102,7 @@ class ShardedStore:
         return Bank(gate_up, down, *biases)
 
     def is_stale(self, layer: int, owned: Bank) -> bool:
-        """See :class:`~lrmoe.parallel.weight_store.WeightStore`."""
+        """See :class:`~lrmoe.parallel.stores.weight_store.WeightStore`."""
         held = self._held.get(layer)
         return self._holds_weights and (held is None or held.origin != _origin(owned))
 

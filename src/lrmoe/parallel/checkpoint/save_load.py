@@ -1,17 +1,4 @@
-"""Checkpoints by expert: saved from any number of ranks, loaded on any other.
-
-    state = {"model": model, "optimizer": optimizer, "recalibrator": recal, "policy": ep.policy, "group": ep.group}
-    checkpoint.save("run/checkpoints", step=step, **state)
-    ...
-    last = checkpoint.newest("run/checkpoints")
-    if last is not None:
-        step = checkpoint.load(last, **state).step
-
-Files are torch.distributed.checkpoint's. A tensor that all ranks share has one key; a parameter marked as experts has
-one for each expert, by global id, and so have the optimizer's moments. Replicas of experts are no state and are not
-saved. DTensors are saved by their own mesh; marked experts that FSDP2 shards further are put together first, in memory.
-A checkpoint appears in the folder when all ranks have written their part, and not before.
-"""
+"""Saving and loading: what each rank writes and reads, and that all do or none does."""
 
 from __future__ import annotations
 
@@ -33,11 +20,10 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from lrmoe import strict_json
 from lrmoe.config import require_count
-from lrmoe.parallel import checkpoint_folder as folders
-from lrmoe.parallel.checkpoint_folder import newest
-from lrmoe.parallel.checkpoint_optimizer import Restored, items_of
-from lrmoe.parallel.checkpoint_optimizer import describe as describe_optimizer
-from lrmoe.parallel.checkpoint_state import (
+from lrmoe.parallel.checkpoint import folder as folders
+from lrmoe.parallel.checkpoint.optimizer import Restored, items_of
+from lrmoe.parallel.checkpoint.optimizer import describe as describe_optimizer
+from lrmoe.parallel.checkpoint.state import (
     Item,
     differences,
     names_of,
@@ -46,11 +32,9 @@ from lrmoe.parallel.checkpoint_state import (
     to_load,
     to_save,
 )
-from lrmoe.parallel.checkpoint_table import Row, row
-from lrmoe.parallel.checkpoint_table import ranges as ranges_of
+from lrmoe.parallel.checkpoint.table import Row, row
+from lrmoe.parallel.checkpoint.table import ranges as ranges_of
 from lrmoe.parallel.meeting import all_gather_json
-
-__all__ = ["CheckpointError", "Loaded", "load", "newest", "save"]
 
 T = TypeVar("T")
 
@@ -116,24 +100,24 @@ def save(
         RankFailure: if a rank is lost or too late; no checkpoint appears then.
     """
     folder = Path(folder)
-    team = _Team(group, world, timeout_s)
+    ranks = _Ranks(group, world, timeout_s)
 
     def look() -> tuple[dict[str, Tensor], list[list[str]], Row]:
         require_count("step", step)
         tensors = tensors_of(model)
         names = [] if optimizer is None else names_of(model, optimizer)
-        return tensors, names, row(tensors, team.group, optimizer=optimizer, names=names, compare=True)
+        return tensors, names, row(tensors, ranks.group, optimizer=optimizer, names=names, compare=True)
 
-    tensors, names, mine = team.together("looking at what to save", look)
-    table = team.tabulate(mine)
+    tensors, names, mine = ranks.together("looking at what to save", look)
+    table = ranks.tabulate(mine)
 
     def describe() -> tuple[list[Item], dict[str, Any]]:
-        ranges = ranges_of(table, team.place)
+        ranges = ranges_of(table, ranks.place)
         items = [Item(f"model.{name}", tensor, ranges.get(name)) for name, tensor in tensors.items()]
         if optimizer is not None:
             items += items_of(optimizer, names, ranges)
         manifest = {
-            "ranks": team.size,
+            "ranks": ranks.size,
             "optimizer": None if optimizer is None else describe_optimizer(optimizer, names),
             "recalibrator": None if recalibrator is None else recalibrator.state_dict(),
             "policy": None if policy is None else {"name": policy.name, "state": policy.state_dict()},
@@ -145,14 +129,14 @@ def save(
             raise ValueError(f"extra, or an option of the optimizer, is nothing that JSON can hold: {error}") from None
         return items, manifest
 
-    items, manifest = team.together("describing what to save", describe)
+    items, manifest = ranks.together("describing what to save", describe)
     partial = folders.partial_of(folder, step)
     try:
-        team.first("making the checkpoint's folder", lambda: folders.begin(folder, step))
-        files = team.together("writing the checkpoint", lambda: _write(items, partial, team))
-        team.first("finishing the checkpoint", lambda: folders.commit(partial, step, files, manifest))
+        ranks.first("making the checkpoint's folder", lambda: folders.begin(folder, step))
+        files = ranks.together("writing the checkpoint", lambda: _write(items, partial, ranks))
+        ranks.first("finishing the checkpoint", lambda: folders.commit(partial, step, files, manifest))
     except BaseException:
-        if team.rank == 0:
+        if ranks.rank == 0:
             folders.discard(partial)
         raise
     return folders.final_of(folder, step)
@@ -186,19 +170,19 @@ def load(
         RankFailure: if a rank is lost or too late.
     """
     path = Path(checkpoint)
-    team = _Team(group, world, timeout_s)
+    ranks = _Ranks(group, world, timeout_s)
 
     def look() -> tuple[dict[str, Any], dict[str, Tensor], list[list[str]], Row]:
         manifest = folders.read_manifest(path)
         tensors = tensors_of(model)
         names = [] if optimizer is None else names_of(model, optimizer)
-        return manifest, tensors, names, row(tensors, team.group, source=[path.name, manifest["step"]])
+        return manifest, tensors, names, row(tensors, ranks.group, source=[path.name, manifest["step"]])
 
-    manifest, tensors, names, mine = team.together("looking at the checkpoint", look)
-    table = team.tabulate(mine)
+    manifest, tensors, names, mine = ranks.together("looking at the checkpoint", look)
+    table = ranks.tabulate(mine)
 
     def prepare() -> tuple[dict[str, Tensor], list[Callable[[], None]]]:
-        ranges = ranges_of(table, team.place)
+        ranges = ranges_of(table, ranks.place)
         saved = saved_tensors(FileSystemReader(path).read_metadata().state_dict_metadata)
         items = [Item(f"model.{name}", tensor, ranges.get(name)) for name, tensor in tensors.items()]
         lines = differences(items, saved, "model.")
@@ -215,7 +199,7 @@ def load(
         state, after = to_load(items, saved)
         return state, after + finish
 
-    state, finish = team.together("preparing to load the checkpoint", prepare)
+    state, finish = ranks.together("preparing to load the checkpoint", prepare)
 
     def read() -> None:
         with torch.no_grad(), _quiet():
@@ -224,15 +208,17 @@ def load(
             for step in finish:
                 step()
 
-    team.together("reading the checkpoint", read)
+    ranks.together("reading the checkpoint", read)
     return Loaded(manifest["step"], manifest["extra"])
 
 
-def _write(items: list[Item], partial: Path, team: _Team) -> list[str]:
+def _write(items: list[Item], partial: Path, ranks: _Ranks) -> list[str]:
     """Writes the tensors, all ranks together, and returns the names of the files."""
     writer = FileSystemWriter(partial, single_file_per_rank=True, sync_files=True)
     with _quiet():
-        metadata = dcp_save(to_save(items), storage_writer=writer, process_group=team.world, no_dist=team.world is None)
+        metadata = dcp_save(
+            to_save(items), storage_writer=writer, process_group=ranks.world, no_dist=ranks.world is None
+        )
     return sorted({entry.relative_path for entry in (metadata.storage_data or {}).values()})
 
 
@@ -256,7 +242,7 @@ def _restore_plain(
         recalibrator.load_state_dict(manifest["recalibrator"])
 
 
-class _Team:
+class _Ranks:
     """The ranks that save or load together: what fails on one of them fails on all."""
 
     def __init__(
