@@ -10,8 +10,9 @@ import torch
 from lrmoe.experts import custom_ops
 from lrmoe.recalibration.quota import level
 
-# The same examples each time, so that what passed here passes there; `--hypothesis-profile=default` looks for others.
-hypothesis.settings.register_profile("repeatable", derandomize=True)
+# The same examples each time, however long they take, so that what passed here passes there;
+# `--hypothesis-profile=default` looks for others.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
 

@@ -110,7 +110,7 @@ def test_case_34_a_forward_only_kernel_does_not_pass_unnoticed(monkeypatch: pyte
     def forward_only(*args: Any, **options: Any) -> Tensor:
         return original(*(a.detach() if isinstance(a, Tensor) else a for a in args), **options)
 
-    monkeypatch.setattr("lrmoe.layer.controlled_experts", forward_only)
+    monkeypatch.setattr("lrmoe.layer.parts.controlled_experts", forward_only)
     before = moe.experts.down_proj.detach().clone()
     out = moe(torch.randn(40, DIM))
     assert not out.requires_grad

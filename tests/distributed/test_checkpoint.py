@@ -20,8 +20,8 @@ from distributed.world import run_world
 from torch import Tensor, nn
 
 from lrmoe.balance.plan import home_ranks
-from lrmoe.parallel import checkpoint as checkpoints
 from lrmoe.parallel.checkpoint import CheckpointError, load, newest, save
+from lrmoe.parallel.checkpoint import save_load as checkpoints
 from lrmoe.parallel.expert_parameters import mark_experts
 
 

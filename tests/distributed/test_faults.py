@@ -21,8 +21,8 @@ from distributed.tiny_run import TinyRun, start_group
 from distributed.world import fork_server
 
 from lrmoe.parallel import RankFailure
-from lrmoe.parallel import checkpoint as checkpoints
 from lrmoe.parallel.checkpoint import newest
+from lrmoe.parallel.checkpoint import save_load as checkpoints
 
 TIMEOUT_S = 2.5
 

@@ -51,7 +51,14 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Te
 
 
 def backward_pass(grad_TD: Tensor, saved: Saved, recipe: Recipe, needs: Needs, meter: Meter | None) -> Gradients:
-    """Gradients of (x, alpha, gate_up_proj, down_proj, gate_up_bias, down_bias); None where not needed."""
+    """Gradients of (x, alpha, gate_up_proj, down_proj, gate_up_bias, down_bias); None where not needed.
+
+    1. Each pair gets a score from scalars: the norm of its token's gradient, its routing weight, the norm of phi.
+    2. The selector keeps as many pairs of each expert as its quota, each with a weight.
+    3. What was kept is reported to the meter and, where somebody records, whole.
+    4. The kept rows are gathered and go through the grouped products.
+    5. Gradients of rows are added up by token; the router's are completed for what was dropped.
+    """
     # A gradient expanded from one number has stride 0, which grouped GEMMs refuse.
     grad_TD = grad_TD.contiguous()
     with record_function("lrmoe::select"):

@@ -57,7 +57,16 @@ class DistributedBackward:
     pair_L: Tensor
 
     def run(self, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of (x, alpha, gate_up_proj, down_proj, gate_up_bias, down_bias); None where not needed."""
+        """Gradients of (x, alpha, gate_up_proj, down_proj, gate_up_bias, down_bias); None where not needed.
+
+        1. Weights come again where the ranks' slots hold others by now.
+        2. Tokens' ranks send scores, experts' ranks select, and say in a byte a pair what they keep. Where nothing is
+           dropped all of this falls away.
+        3. Gradients and routing weights of the kept rows are dispatched.
+        4. The experts' ranks compute gradients of rows and of weights.
+        5. Gradients of rows are combined; the router's are completed for what was dropped.
+        6. Gradients of weights go to who owns them.
+        """
         dispatched, layout, exchange = self.dispatched, self.dispatched.layout, self.dispatched.exchange
         dispatcher = Dispatcher(exchange, layout)
         banks = dispatched.store.gather_again(exchange, layout, self.owned)

@@ -363,7 +363,16 @@ class ExpertParallel:
     def _run(
         self, tensors: Tensors, config: LRMoEConfig, moment: Moment, identity_3: Tensor, activation: str
     ) -> Tensor:
-        """One call, from its arguments to its outputs."""
+        """One call, from its arguments to its outputs.
+
+        1. Arguments are checked, this rank's pairs sorted and counted. Whoever finds something wrong says so to all.
+        2. All ranks gather each other's loads, and see that they are in the same call.
+        3. From the same loads each makes the same plan: which instance of which expert takes how many rows, and keeps
+           how many of them in the backward.
+        4. The plan becomes this rank's layout: what it sends, what arrives, in which order it lies.
+        5. Rows are dispatched, computed and combined; the backward goes the same way with what is kept
+           (:mod:`lrmoe.parallel.operator`).
+        """
         exchange = self._exchange
         seed, step, microbatch = moment.position_3.tolist()
         layer, handle, place = identity_3.tolist()

@@ -7,18 +7,18 @@ F expert width, S shared expert width.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from lrmoe.config import LRMoEConfig, require_config, require_count
-from lrmoe.experts.layer_control import Clock, LayerControl, Moment, exact_control
-from lrmoe.experts.operator import controlled_experts
+from lrmoe.experts.layer_control import Clock, LayerControl, exact_control
 from lrmoe.experts.stepping import Stepping
-from lrmoe.experts.stored_weights import whole_shape
 from lrmoe.experts.validation import check_not_transformed
 from lrmoe.labels import layer_in_words
+from lrmoe.layer.aux_loss import carry_aux_loss
+from lrmoe.layer.parts import Experts, SharedExpert
 from lrmoe.ops import activations
 from lrmoe.routing import Gate, TopKRouter, require_token_mask
 
@@ -27,31 +27,6 @@ if TYPE_CHECKING:
 
 # Stands in for a layer's control in evaluation mode.
 _EXACT = exact_control("evaluation")
-
-
-class ExpertsEngine(Protocol):
-    """What can stand in for :func:`~lrmoe.experts.operator.controlled_experts`, with the same arguments: the experts of
-    several ranks, :class:`lrmoe.parallel.ExpertParallel`."""
-
-    rank: int
-
-    def controlled_experts(
-        self,
-        x_TD: Tensor,
-        topk_ids_TK: Tensor,
-        topk_weights_TK: Tensor,
-        gate_up_proj: Tensor,
-        down_proj: Tensor,
-        *,
-        control: LayerControl,
-        moment: Moment,
-        activation: str = ...,
-        gate_up_bias: Tensor | None = ...,
-        down_bias: Tensor | None = ...,
-        token_mask_T: Tensor | None = ...,
-    ) -> Tensor: ...
-
-    def add_up(self, tensor: Tensor, *, what: str) -> Tensor: ...
 
 
 class MoE(nn.Module):
@@ -138,11 +113,11 @@ class MoE(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.experts = _Experts(num_experts, dim, expert_dim, bias=bias, device=device, dtype=dtype)
-        self.shared_expert: _SharedExpert | None = None
+        self.experts = Experts(num_experts, dim, expert_dim, bias=bias, device=device, dtype=dtype)
+        self.shared_expert: SharedExpert | None = None
         self.shared_expert_gate: nn.Linear | None = None
         if shared_expert_dim is not None:
-            self.shared_expert = _SharedExpert(dim, shared_expert_dim, activation, device=device, dtype=dtype)
+            self.shared_expert = SharedExpert(dim, shared_expert_dim, activation, device=device, dtype=dtype)
             if shared_expert_gate:
                 self.shared_expert_gate = nn.Linear(dim, 1, bias=False, device=device, dtype=dtype)
         self.dim = self.router.dim
@@ -157,6 +132,12 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
         """Every token through its experts.
+
+        1. The control says at which step and microbatch this forward is, and which tokens are real.
+        2. The router gives each token K experts and their weights, and counts the loads.
+        3. The experts compute every pair, here or, with an engine, on the ranks that hold them
+           (:func:`~lrmoe.experts.operator.controlled_experts`); what they save is for the recalibrated backward.
+        4. The shared expert is added, and the auxiliary losses are hung on the output.
 
         Args:
             x: (..., D), any floating dtype.
@@ -205,7 +186,7 @@ class MoE(nn.Module):
             out_TD = out_TD + shared_TD
         out_TD = out_TD.to(x.dtype)
         if routing.aux_loss is not None and routing.aux_loss.requires_grad:
-            out_TD = _carry_aux_loss(out_TD, routing.aux_loss * self._aux_loss_scale)
+            out_TD = carry_aux_loss(out_TD, routing.aux_loss * self._aux_loss_scale)
         return out_TD.reshape(x.shape)
 
     @property
@@ -290,129 +271,3 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation}, drop={self.control.config.drop}, selector={self.control.config.selector}"
-
-
-class _Experts(nn.Module):
-    """E gated experts with stacked weights, or this rank's part of them.
-
-    Called as a module, so that wrappers which gather its parameters for the call (FSDP) can wrap it by itself.
-
-    Attributes:
-        engine: runs the experts where they are spread over ranks, see :func:`lrmoe.parallel.parallelize`; else None.
-    """
-
-    gate_up_bias: nn.Parameter | None
-    down_bias: nn.Parameter | None
-
-    def __init__(
-        self,
-        num_experts: int,
-        dim: int,
-        expert_dim: int,
-        *,
-        bias: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__()
-
-        def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
-
-        self.gate_up_proj = parameter(2 * expert_dim, dim)
-        self.down_proj = parameter(dim, expert_dim)
-        self.register_parameter("gate_up_bias", parameter(2 * expert_dim) if bias else None)
-        self.register_parameter("down_bias", parameter(dim) if bias else None)
-        self.engine: ExpertsEngine | None = None
-        self.reset_parameters()
-
-    def forward(
-        self,
-        x_TD: Tensor,
-        topk_ids_TK: Tensor,
-        topk_weights_TK: Tensor,
-        *,
-        control: LayerControl,
-        moment: Moment,
-        activation: str,
-        token_mask_T: Tensor | None,
-    ) -> Tensor:
-        """:func:`controlled_experts` of these weights, by the engine if there is one."""
-        run = controlled_experts if self.engine is None else self.engine.controlled_experts
-        return run(
-            x_TD,
-            topk_ids_TK,
-            topk_weights_TK,
-            self.gate_up_proj,
-            self.down_proj,
-            control=control,
-            moment=moment,
-            activation=activation,
-            gate_up_bias=self.gate_up_bias,
-            down_bias=self.down_bias,
-            token_mask_T=token_mask_T,
-        )
-
-    def reset_parameters(self) -> None:
-        """Each expert as a pair of ``nn.Linear``: uniform in +-1/sqrt(fan in)."""
-        for weight, bias in ((self.gate_up_proj, self.gate_up_bias), (self.down_proj, self.down_bias)):
-            bound = 1.0 / math.sqrt(weight.shape[-1])
-            nn.init.uniform_(weight, -bound, bound)
-            if bias is not None:
-                nn.init.uniform_(bias, -bound, bound)
-
-    def extra_repr(self) -> str:
-        bias = f"bias={self.down_bias is not None}"
-        if (shape := whole_shape(self.down_proj)) is None:
-            return bias
-        num_experts, dim, expert_dim = shape
-        return f"num_experts={num_experts}, dim={dim}, expert_dim={expert_dim}, {bias}"
-
-
-class _SharedExpert(nn.Module):
-    """A dense gated expert with an ordinary backward."""
-
-    def __init__(
-        self,
-        dim: int,
-        expert_dim: int,
-        activation: str,
-        *,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
-    ) -> None:
-        super().__init__()
-        self.gate_up_proj = nn.Linear(dim, 2 * expert_dim, bias=False, device=device, dtype=dtype)
-        self.down_proj = nn.Linear(expert_dim, dim, bias=False, device=device, dtype=dtype)
-        self.activation = activations.get(activation)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        gate_TS, up_TS = self.activation.split(self.gate_up_proj(x_TD))
-        out_TD: Tensor = self.down_proj(self.activation.forward(gate_TS, up_TS))
-        return out_TD
-
-    def reset_parameters(self) -> None:
-        self.gate_up_proj.reset_parameters()
-        self.down_proj.reset_parameters()
-
-
-class _CarryAuxLoss(torch.autograd.Function):
-    """Identity on the layer's output; its backward also starts the gradient of the auxiliary loss, with 1.
-
-    This way the loss arrives once per backward wherever the layer sits: activation checkpointing replays forwards,
-    and nothing has to be kept on the module between forward and backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, out_TD: Tensor, aux_loss: Tensor) -> Tensor:
-        ctx.aux_dtype, ctx.aux_device = aux_loss.dtype, aux_loss.device
-        return out_TD.view_as(out_TD)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor, Tensor]:
-        return grad_TD, torch.ones((), dtype=ctx.aux_dtype, device=ctx.aux_device)
-
-
-def _carry_aux_loss(out_TD: Tensor, aux_loss: Tensor) -> Tensor:
-    carried_TD: Tensor = _CarryAuxLoss.apply(out_TD, aux_loss)  # type: ignore[no-untyped-call]
-    return carried_TD
