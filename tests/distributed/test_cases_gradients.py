@@ -155,7 +155,7 @@ def hidden_rows(group: dist.ProcessGroup, problem: Problem) -> int:
     engine = ExpertParallel(group, num_experts=8, policy=GivenPlans({0: [(1, 40, 30)]}))
     mine = own_tokens(even_shares(problem.x_TD.shape[0], engine.size), engine.rank)
     out_TD = engine.routed_experts(**local_leaves(problem, engine, mine), topk_ids_TK=problem.ids_TK[mine])
-    layout = out_TD.grad_fn.call.layout  # type: ignore[union-attr]
+    layout = out_TD.grad_fn.dispatched.layout  # type: ignore[union-attr]
     return sum(t.numel() * t.element_size() for t in (layout.pair_L, layout.order_R)) // problem.ids_TK[mine].numel()
 
 
