@@ -37,8 +37,9 @@ demo: $(READY)
 		--variant "C20 topq: drop=0.2 selector=topq guard_tail=none" \
 		--out runs/demo --overwrite
 
+# File by file on two workers: the tests of one share its fixtures and its pool of ranks.
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow tests paper/tests
